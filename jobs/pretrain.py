@@ -135,18 +135,10 @@ def _check(config: Config) -> None:
             f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
-    validate_every = config.loop.validate_every_steps
-    for name, unused, reason in (
-        (
-            "validate_every_epochs",
-            validate_every > 0,
-            f"loop.validate_every_steps {validate_every} decides, if not 0",
-        ),
-        ("new_weights_factor", True, "pre-training has one learning rate"),
-    ):
-        value, default = getattr(config.loop, name), getattr(LoopConfig, name)
-        require(not unused or value == default, f"loop.{name}", value,
-                f"{default}, the default, as {reason}")  # fmt: skip
+    loop, default = config.loop, LoopConfig.validate_every_epochs
+    require(not loop.validate_every_steps or loop.validate_every_epochs == default,
+            "loop.validate_every_epochs", loop.validate_every_epochs, f"{default}, the default, as "
+            f"loop.validate_every_steps {loop.validate_every_steps} decides, if not 0")  # fmt: skip
     if config.tokenizer:
         open_tokenizer(config.tokenizer)
     workers, lanes = config.resources, config.pretrain.lanes

@@ -201,7 +201,8 @@ def test_the_settings_of_each_task_architecture_and_size(key):
     names = ("batch_examples", "negatives", "valid_examples")
     expected |= {f"finetune.{name}": value for name, value in zip(names, others, strict=True)}
     if size == "small":
-        expected |= {"finetune.dropout": 0.0, "finetune.epochs": 1.0, "loop.log_every_steps": 5}
+        expected |= {"finetune.dropout": 0.0, "finetune.epochs": 1.0, "loop.log_every_steps": 5,
+                     "loop.keep_weights": "last"}  # fmt: skip
     else:
         expected |= {
             "finetune.epochs": {"bi": 10.0, "poly": 8.0, "cross": 12.0}[kind],

@@ -36,14 +36,14 @@ def ranking_loss(
     return losses_B.mean()
 
 
-def false_negatives(key_C: Tensor, label_B: Tensor) -> Tensor:
-    """[B, C]: columns whose text is the right candidate's own, the right one itself not among them.
+def false_negatives(keys_CS: Tensor, label_B: Tensor) -> Tensor:
+    """[B, C]: columns that share one of S keys with the right candidate, which is not among them.
 
-    `key_C` names each column's text. Without this a frequent answer is pushed away from its own
-    contexts.
+    Keys name a column's text, and whatever it answers. Without this a frequent answer is pushed away from
+    its own contexts.
     """
-    is_same_BC = key_C[label_B][:, None] == key_C[None, :]
-    return is_same_BC & (torch.arange(len(key_C), device=key_C.device) != label_B[:, None])
+    is_same_BC = (keys_CS[label_B][:, None] == keys_CS).any(dim=2)
+    return is_same_BC & (torch.arange(len(keys_CS), device=keys_CS.device) != label_B[:, None])
 
 
 def distillation_kl(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:

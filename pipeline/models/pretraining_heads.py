@@ -197,7 +197,7 @@ def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tens
         contexts_BD, responses_BD = vectors[:count], vectors[count:]
         scores_BB = _COSINE_SCALE * contexts_BD @ responses_BD.T
         label_B = torch.arange(count, device=vectors.device)
-        excluded_BB = false_negatives(response_keys_B, label_B)
+        excluded_BB = false_negatives(response_keys_B[:, None], label_B)
         loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * count
     best_B = scores_BB.detach().masked_fill(excluded_BB, -torch.inf).argmax(dim=1)
     return loss_sum, (best_B == label_B).sum().float()

@@ -27,7 +27,8 @@ def unread_options(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str
         for condition in conditions:
             if not any(values.get(option) in allowed for option, allowed in condition.items()):
                 requirement = " or ".join(
-                    f"{option} {', '.join(map(repr, allowed))} (here {values.get(option)!r})"
+                    f"{option} {', '.join(map(repr, allowed))} "
+                    + (f"(here {values[option]!r})" if option in values else "(no option here)")
                     for option, allowed in condition.items()
                 )
                 yield name, f"{name}: {value!r} has no effect; it is read with {requirement}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+ItemT = TypeVar("ItemT")
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -52,14 +54,14 @@ def gather(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def gather_texts(texts: list[str]) -> list[str]:
-    """The texts of all ranks, in the order of ranks, on each rank. Ranks may have different numbers of
-    texts."""
+def gather_items(items: list[ItemT]) -> list[ItemT]:
+    """The items of all ranks, in the order of ranks, on each rank. Ranks may have different numbers of
+    them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return texts
-    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, texts)
-    return [text for part in parts for text in part]
+        return items
+    parts: list[list[ItemT]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
 
 
 def rank() -> int:

@@ -20,6 +20,7 @@ from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.batches import PLACE, ExampleRow
 from pipeline.training.finetune_settings import Taught
+from pipeline.training.negatives import answer_keys, example_columns, right_answers
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
@@ -41,8 +42,9 @@ class DualBatch:
 
     contexts: Tokens
     responses: Tokens
-    key_B: Tensor
-    """int64; equal where the responses' tokens are."""
+    keys_BS: Tensor
+    """int64; two examples have right answers in common where one of S keys is equal. The first one stands
+    for the response's tokens, the others are `answer_keys`."""
     negatives: Tokens
     """K wrong candidates of each context's own, B · K rows; K may be 0."""
     negative_keys_BK: Tensor
@@ -53,13 +55,13 @@ class DualBatch:
     """The teacher's vectors, float32; their products are its scores. E is 0 where it gave none."""
 
     def __len__(self) -> int:
-        return len(self.key_B)
+        return len(self.keys_BS)
 
     def to(self, device: torch.device) -> DualBatch:
         return DualBatch(
             self.contexts.to(device),
             self.responses.to(device),
-            self.key_B.to(device),
+            self.keys_BS.to(device),
             self.negatives.to(device),
             self.negative_keys_BK.to(device),
             self.teacher_BC.to(device),
@@ -73,7 +75,7 @@ class DualBatch:
         return DualBatch(
             self.contexts.rows(start, stop),
             self.responses.rows(start, stop),
-            self.key_B[start:stop],
+            self.keys_BS[start:stop],
             self.negatives.rows(start * count, stop * count),
             self.negative_keys_BK[start:stop],
             self.teacher_BC[start:stop],
@@ -153,11 +155,16 @@ class _Candidate(NamedTuple):
 
 
 def _choose_candidates(
-    row: ExampleRow, other_responses: Sequence[str], count: int, generator: torch.Generator
+    row: ExampleRow,
+    right_texts: set[str],
+    responses: Sequence[str],
+    count: int,
+    generator: torch.Generator,
 ) -> list[_Candidate]:
-    """The right candidate, then wrong ones: given ones if the row has any, else other responses.
+    """The right candidate, then wrong ones: given ones if the row has any, else `responses`.
 
-    Other responses fill up missing ones, so that every example has `count` of them.
+    Responses fill up missing ones, so that every example has `count` of them: copies of its own, which count
+    for nothing, where all of them are right.
     """
     texts = row.get("candidates") or ()
     scores = row.get(TEACHER) or [_NO_SCORE] * len(texts)
@@ -165,12 +172,14 @@ def _choose_candidates(
     response = next(
         (candidate for candidate in candidates if candidate.text == row["response"]), None
     )
-    candidates = [candidate for candidate in candidates if candidate.text != row["response"]]
+    candidates = [candidate for candidate in candidates if candidate.text not in right_texts]
     order = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     negatives = [candidates[place] for place in order]
+    if len(negatives) < count and right_texts.issuperset(responses):
+        negatives += [_Candidate(row["response"], _NO_SCORE)] * (count - len(negatives))
     while len(negatives) < count:
-        text = other_responses[int(torch.randint(len(other_responses), (1,), generator=generator))]
-        if text != row["response"] or len(set(other_responses)) == 1:
+        text = responses[int(torch.randint(len(responses), (1,), generator=generator))]
+        if text not in right_texts:
             negatives.append(_Candidate(text, _NO_SCORE))
     return [response or _Candidate(row["response"], _NO_SCORE), *negatives]
 
@@ -181,20 +190,25 @@ class _Item(NamedTuple):
     context: list[str]
     candidates: list[_Candidate]
     """The response, then wrong ones."""
+    keys: list[int]
+    """`answer_keys`"""
     teacher_context: bytes
     teacher_response: bytes
 
 
-def _make_items(rows: list[ExampleRow], count: int, generator: torch.Generator) -> list[_Item]:
+def _make_items(
+    rows: list[ExampleRow], count: int, same_group_negatives: bool, generator: torch.Generator
+) -> list[_Item]:
     responses = [row["response"] for row in rows]
     return [
         _Item(
             row["context"],
-            _choose_candidates(row, responses, count, generator),
+            _choose_candidates(row, right_texts, responses, count, generator),
+            answer_keys(row, same_group_negatives),
             row.get(TEACHER_CONTEXT) or b"",
             row.get(TEACHER_RESPONSE) or b"",
         )
-        for row in rows
+        for row, right_texts in zip(rows, right_answers(rows, same_group_negatives), strict=True)
     ]
 
 
@@ -244,17 +258,23 @@ class DualCollator:
         negatives: int = 0,
         teacher: Sequence[str] = (),
         mined: Callable[[int], list[str]] | None = None,
+        same_group_negatives: bool = True,
     ) -> None:
         self._ranker = ranker
         self._negatives = negatives
         self._mined = mined
+        self._same_group_negatives = same_group_negatives
         source = PLACE if mined else "candidates"
-        self.columns = ("context", "response", *([source] if negatives else []), *teacher)
+        self.columns = (
+            *example_columns(same_group_negatives),
+            *([source] if negatives else []),
+            *teacher,
+        )
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
             rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
-        return _make_items(rows, self._negatives, generator)
+        return _make_items(rows, self._negatives, self._same_group_negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer
@@ -265,7 +285,7 @@ class DualCollator:
         return DualBatch(
             tokenizer.batch(self._ranker.context_rows([item.context for item in items])),
             tokenizer.batch([response for response, *_ in candidates]),
-            keys[:, 0],
+            torch.cat([keys[:, :1], torch.tensor([item.keys for item in items])], dim=1),
             tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
             _teacher_scores(items),
@@ -277,13 +297,20 @@ class DualCollator:
 class PairCollator:
     """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
 
-    def __init__(self, ranker: Ranker, negatives: int, teacher: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        ranker: Ranker,
+        negatives: int,
+        teacher: Sequence[str] = (),
+        same_group_negatives: bool = True,
+    ) -> None:
         self._ranker = ranker
         self._negatives = negatives
-        self.columns = ("context", "response", "candidates", *teacher)
+        self._same_group_negatives = same_group_negatives
+        self.columns = (*example_columns(same_group_negatives), "candidates", *teacher)
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
-        return _make_items(rows, self._negatives, generator)
+        return _make_items(rows, self._negatives, self._same_group_negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
         contexts = self._ranker.context_rows([item.context for item in items])

@@ -22,7 +22,22 @@ _DRAWS_NEGATIVES = read_when(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mining:
+class NegativeLimits:
+    """The highest score of a hard negative."""
+
+    margin: float = 0.0
+    """A negative scores at least this much lower than the right response."""
+    max_share: float = 0.95
+    """A negative scores at most this share of the right response's score, if that score is above 0."""
+
+    def check_limits(self, prefix: str) -> None:
+        """Raises BadInput for limits out of range."""
+        require(self.margin >= 0, f"{prefix}.margin", self.margin, ">= 0")
+        require(0 < self.max_share <= 1, f"{prefix}.max_share", self.max_share, "above 0, up to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mining(NegativeLimits):
     """How hard negatives are mined, for `negatives_from: mined`."""
 
     every_epochs: float = 1.0
@@ -33,18 +48,13 @@ class Mining:
     top_k: int = 30
     """Number of nearest responses that an example keeps; `finetune.negatives` of them are drawn for a
     batch."""
-    margin: float = 0.0
-    """A negative scores at least this much lower than the right response."""
-    max_share: float = 0.95
-    """A negative scores at most this share of the right response's score, if that score is above 0."""
 
     def __post_init__(self) -> None:
         name = "finetune.mine"
         require(self.every_epochs > 0, f"{name}.every_epochs", self.every_epochs, "above 0")
         require(self.responses >= 2, f"{name}.responses", self.responses, ">= 2")
         require(self.top_k >= 1, f"{name}.top_k", self.top_k, ">= 1")
-        require(self.margin >= 0, f"{name}.margin", self.margin, ">= 0")
-        require(0 < self.max_share <= 1, f"{name}.max_share", self.max_share, "above 0, up to 1")
+        self.check_limits(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,9 @@ class FinetuneConfig:
     negatives: int = field(default=15, metadata=_DRAWS_NEGATIVES)
     """cross, given, both and mined: wrong candidates per example. If an example has too few given or
     mined ones, responses of other examples fill up."""
+    same_group_negatives: bool = True
+    """false: other responses of the example's group (dialogue, thread, product) are no negatives. Other
+    responses to the same context never are."""
     label_smoothing: float = 0.0
     """bi, poly and convert: share of the target that is spread evenly over all candidates."""
     share_negatives: bool = False
@@ -143,6 +156,8 @@ class FinetuneConfig:
             require(getattr(self, name) >= 0, f"finetune.{name}", getattr(self, name), ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
                 "0 to below 1, or null")  # fmt: skip
-        require(self.chunk_examples >= 0, "finetune.chunk_examples", self.chunk_examples, ">= 0")
+        require(0 <= self.chunk_examples < self.batch_examples, "finetune.chunk_examples",
+                self.chunk_examples,
+                f"0, or below finetune.batch_examples, {self.batch_examples}")  # fmt: skip
         for name in ("valid_examples", "valid_candidates"):
             require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")

@@ -24,7 +24,8 @@ from pipeline.training.examples import (
 )
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.loop import Task
-from pipeline.training.mining import COLUMNS, Miner
+from pipeline.training.mining import Miner
+from pipeline.training.negatives import example_columns
 from pipeline.training.objectives import (
     DualModule,
     Objective,
@@ -123,14 +124,17 @@ class Finetuning:
 
     def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
         config = self.finetune
+        require(ranker.config.has_vectors or config.negatives_from in ("batch", "given"),
+                "finetune.negatives_from", config.negatives_from,
+                f"'batch' or 'given' with ranker.architecture {ranker.config.architecture!r}, which takes "
+                "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
         if config.negatives_from != "mined":
             return None
-        require(ranker.config.has_vectors, "finetune.negatives_from", "mined",
-                f"'batch' with ranker.architecture {ranker.config.architecture!r}, which searches no "
-                "responses")  # fmt: skip
-        rows = self._rows(COLUMNS, 0, 1)
+        rows = self._rows(example_columns(config.same_group_negatives), 0, 1)
         steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
-        return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
+        return Miner(
+            ranker, rows, config.mine, max(1, steps), rank, world, config.same_group_negatives
+        )
 
     def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
         """The objective, and the collator of its batches."""
@@ -149,7 +153,7 @@ class Finetuning:
                 f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
         if not ranker.config.has_vectors:
             return PairModule(ranker.cross, distill), PairCollator(
-                ranker, config.negatives, teacher
+                ranker, config.negatives, teacher, config.same_group_negatives
             )
         if distill.loss == "cosine":
             teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
@@ -164,9 +168,8 @@ class Finetuning:
             config.share_negatives,
             config.label_smoothing,
         )
-        return module, DualCollator(
-            ranker, negatives, teacher, mined=miner.negatives_of if miner else None
-        )
+        mined = miner.negatives_of if miner else None
+        return module, DualCollator(ranker, negatives, teacher, mined, config.same_group_negatives)
 
     def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
         """Raises BadInput for settings of a pre-trained encoder if the ranker has no such encoder."""

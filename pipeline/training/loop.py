@@ -163,7 +163,7 @@ def train(
     listener: Listener,
     resume: Callable[[], Saved | None] = lambda: None,
 ) -> None:
-    """Trains up to `task.steps` steps, and leaves the weights of the best validation in the module.
+    """Trains up to `task.steps` steps, and leaves the weights that are the result in the module.
 
     `model` is `task.module`, wrapped for its ranks. `listener.checkpoint` is called on every rank every
     `checkpoint_every_steps` and at the end; `resume` returns what an earlier run saved.
@@ -173,7 +173,7 @@ def train(
     module, steps, optimization = task.module, task.steps, task.optimize()
     validate_every = validation_steps(task, config)
     decay = config.plateau_decay if config.schedule == "plateau" else 1.0
-    selection = Selection(decay, config.stop_after_validations)
+    selection = Selection(decay, config.stop_after_validations, config.keep_weights == "last")
     step, skipped_steps, cursors = _resume(task, optimization.optimizer, selection, resume)
     batches = task.batches.start(cursors)
     bf16 = resolve_precision(config.precision, device) == "bf16"

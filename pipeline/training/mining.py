@@ -1,11 +1,10 @@
 """Mines hard negatives: wrong responses that the model in training scores nearly as high as the right one.
 
 Each round draws some rows of train. Their responses are the pool, which is embedded with the current weights.
-Every train context then looks for its nearest responses in the pool. Responses that score nearly as high as
-the right one, or higher, are left out, because some of them are right, too, and nobody marked them (limits
-relative to the score of the right one: Moreira et al., NV-Retriever, 2024).
+Every train context then looks for its nearest responses in the pool, but those that are right, too, or
+probably are (negatives.py).
 
-    1. draw P rows             each rank reads its share of their responses, row group by row group
+    1. draw P rows             each rank reads its share of them, row group by row group
     2. embed the pool          each rank its share; all ranks get all P texts and vectors
     3. search                  each rank reads its share of the contexts, row group by row group
     4. exchange the places     all ranks get the places in the pool of all N rows
@@ -28,11 +27,10 @@ saved them, and no other memory.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +43,22 @@ from torch import Tensor
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
 from pipeline.training.batches import Epoch, Rows
-from pipeline.training.distributed import gather, gather_texts
+from pipeline.training.distributed import gather, gather_items
 from pipeline.training.finetune_settings import Mining
+from pipeline.training.negatives import answer_keys, highest_allowed
 
-COLUMNS = ("context", "response")
 _CONTEXTS_AT_ONCE = 64
 _LOGITS_AT_ONCE = 1 << 23  # of float32; scoring holds some four arrays of them: 128 MB
 _ROWS_AT_ONCE = 1 << 16  # exchanged; 8 MB a rank with 30 places each
+
+
+class _Pool(NamedTuple):
+    """The responses that a round searches."""
+
+    texts: list[str]
+    """Each once."""
+    right_places: dict[Hashable, set[int]]
+    """The places that are right for a row with this response, or with this key of `answer_keys`."""
 
 
 class _Round(NamedTuple):
@@ -71,15 +78,22 @@ class Miner:
     """Mines hard negatives, and returns those of each row of the train split."""
 
     def __init__(
-        self, ranker: Ranker, rows: Rows, config: Mining, every_steps: int, rank: int, world: int
+        self,
+        ranker: Ranker,
+        rows: Rows,
+        config: Mining,
+        every_steps: int,
+        rank: int,
+        world: int,
+        same_group_negatives: bool = True,
     ) -> None:
-        """`rows`: the whole train split, the same files in the same order as batches are made of.
-        Nothing of it is read before the first round."""
+        """`rows`: the whole train split, the same files in the same order as batches are made of, with
+        the columns of `example_columns`. Nothing of it is read before the first round."""
         self.every_steps = every_steps
         self._ranker, self._config, self._seed = ranker, config, rows.seed
         self._rank, self._world = rank, world
-        self._contexts = replace(rows, columns=COLUMNS).in_order()
-        self._responses = replace(rows, columns=("response",)).in_order()
+        self._same_group_negatives = same_group_negatives
+        self._rows = rows.in_order()
         self._count = len(rows)
         # Batches that are prepared meanwhile read it in another thread: it is replaced as a whole.
         self._round = _NO_ROUND
@@ -115,25 +129,38 @@ class Miner:
         self._ranker.eval()
         number = self._round.number + 1
         pool = self._draw(number)
-        vectors_PD = self._gather(self._embed(pool[slice(*self._share(len(pool)))]), len(pool))
-        places_NK = _mapped_array(self._count, min(self._config.top_k, len(pool)))
+        count = len(pool.texts)
+        vectors_PD = self._gather(self._embed(pool.texts[slice(*self._share(count))]), count)
+        places_NK = _mapped_array(self._count, min(self._config.top_k, count))
         self._search(places_NK, pool, vectors_PD.to(self._ranker.device))
         self._exchange(places_NK)
-        self._round = _Round(number, pool, places_NK)
+        self._round = _Round(number, pool.texts, places_NK)
 
-    def _draw(self, number: int) -> list[str]:
+    def _draw(self, number: int) -> _Pool:
         """The pool of a round: different responses of rows drawn at random, in the split's order."""
         rng = np.random.default_rng([self._seed, number])
         count = min(self._config.responses, self._count)
         drawn = np.sort(rng.choice(self._count, count, replace=False))
         drawn = drawn[slice(*self._share(count))]
-        texts = list[str]()
-        for start, stop in _row_groups(self._responses, 0, self._count):
+        keys_of_rows = list[tuple[str, list[int]]]()
+        for start, stop in _row_groups(self._rows, 0, self._count):
             drawn_in_group = drawn[np.searchsorted(drawn, start) : np.searchsorted(drawn, stop)]
             if len(drawn_in_group):
-                table = self._responses.read(start, stop)
-                texts += table["response"].take(pa.array(drawn_in_group - start)).to_pylist()
-        return list(dict.fromkeys(gather_texts(texts)))
+                table = self._rows.read(start, stop).take(pa.array(drawn_in_group - start))
+                keys_of_rows += [
+                    (row["response"], answer_keys(row, self._same_group_negatives))
+                    for row in table.to_pylist()
+                ]
+        keys_of_rows = gather_items(keys_of_rows)
+        places = {
+            text: place
+            for place, text in enumerate(dict.fromkeys(text for text, _ in keys_of_rows))
+        }
+        right_places = defaultdict[Hashable, set[int]](set)
+        for text, keys in keys_of_rows:
+            for key in (text, *keys):
+                right_places[key].add(places[text])
+        return _Pool(list(places), dict(right_places))
 
     def _share(self, count: int, rank: int | None = None) -> tuple[int, int]:
         """The part of `count` rows that a rank works on, by default this rank: (start, stop)."""
@@ -153,13 +180,12 @@ class Miner:
             return torch.empty(0, self._ranker.dual.dimensions)
         return inference.candidate_vectors(self._ranker, texts)
 
-    def _search(self, places_NK: NDArray[np.int32], pool: list[str], vectors_PD: Tensor) -> None:
+    def _search(self, places_NK: NDArray[np.int32], pool: _Pool, vectors_PD: Tensor) -> None:
         """Fills in this rank's share of the rows."""
-        places = {text: number for number, text in enumerate(pool)}
-        for start, stop in _row_groups(self._contexts, *self._share(self._count)):
-            table = self._contexts.read(start, stop)
+        for start, stop in _row_groups(self._rows, *self._share(self._count)):
+            table = self._rows.read(start, stop)
             for row in range(0, len(table), _CONTEXTS_AT_ONCE):
-                nearest_BK = self._nearest(table.slice(row, _CONTEXTS_AT_ONCE), places, vectors_PD)
+                nearest_BK = self._nearest(table.slice(row, _CONTEXTS_AT_ONCE), pool, vectors_PD)
                 row += start
                 places_NK[row : row + len(nearest_BK)] = nearest_BK.numpy()
 
@@ -176,11 +202,14 @@ class Miner:
             for number, part_BK in enumerate(parts):
                 part_BK[:] = gathered[number * rows :][: len(part_BK)]
 
-    def _nearest(self, table: pa.Table, places: dict[str, int], vectors_PD: Tensor) -> Tensor:
+    def _nearest(self, table: pa.Table, pool: _Pool, vectors_PD: Tensor) -> Tensor:
         """Places in the pool, [B, K] int32, nearest first, -1 where there are no more."""
         dual, device = self._ranker.dual, self._ranker.device
-        responses = table["response"].to_pylist()
-        vectors_BMD, mask_BM = inference.context_vectors(self._ranker, table["context"].to_pylist())
+        rows = table.to_pylist()
+        responses = [row["response"] for row in rows]
+        vectors_BMD, mask_BM = inference.context_vectors(
+            self._ranker, [row["context"] for row in rows]
+        )
         vectors_BMD, mask_BM = vectors_BMD.to(device), mask_BM.to(device)
         responses_BD = inference.candidate_vectors(self._ranker, responses).to(device)
         response_B = dual.scores(vectors_BMD, mask_BM, responses_BD[:, None])[:, 0]
@@ -189,11 +218,11 @@ class Miner:
             [dual.scores(vectors_BMD, mask_BM, part) for part in torch.split(vectors_PD, columns)],
             dim=1,
         ).cpu()
-        scores_BP[scores_BP > _limit(self._config, response_B.cpu())[:, None]] = -torch.inf
-        for number, text in enumerate(responses):
-            if text in places:
-                scores_BP[number, places[text]] = -torch.inf
-        best = scores_BP.topk(min(self._config.top_k, len(places)), dim=1)
+        for row, scores_P, right_score in zip(rows, scores_BP, response_B.tolist(), strict=True):
+            scores_P[scores_P > highest_allowed(self._config, right_score)] = -torch.inf
+            for key in (row["response"], *answer_keys(row, self._same_group_negatives)):
+                scores_P[list(pool.right_places.get(key, ()))] = -torch.inf
+        best = scores_BP.topk(min(self._config.top_k, len(pool.texts)), dim=1)
         return best.indices.masked_fill(best.values == -torch.inf, -1).int()
 
 
@@ -212,9 +241,3 @@ def _mapped_array(rows: int, columns: int) -> NDArray[np.int32]:
     with tempfile.TemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, rows * columns * np.dtype(np.int32).itemsize)
         return np.memmap(file, np.int32, "r+", shape=(rows, columns))
-
-
-def _limit(config: Mining, response_B: Tensor) -> Tensor:
-    """The highest score that a negative may have, given the response's score."""
-    share_limit_B = torch.where(response_B > 0, response_B * config.max_share, math.inf)
-    return torch.minimum(response_B - config.margin, share_limit_B)

@@ -51,8 +51,8 @@ class DualModule(Objective):
     """Softmax over candidates: every response of the global batch, or each context's own, or both.
 
     With `share_negatives`, a context's wrong candidates count for every context of the global batch, as
-    sentence-transformers' MultipleNegativesRankingLoss has it, but not for contexts whose response has the
-    same tokens.
+    sentence-transformers' MultipleNegativesRankingLoss has it. Responses and candidates that answer the
+    context in another example of the batch do not count.
     """
 
     def __init__(
@@ -87,10 +87,11 @@ class DualModule(Objective):
         """The sum over the views, each the mean over the widths; accuracy is the first view's."""
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
         count, device = len(responses_BD), responses_BD.device
+        keys_CS = gather(batch.keys_BS)
         if self._from_batch:
             responses = gather_with_gradient(responses_BD)  # [C, D]
             label_B = torch.arange(count, device=device) + rank() * count
-            excluded_BC = false_negatives(gather(batch.key_B), label_B)
+            excluded_BC = false_negatives(keys_CS, label_B)
         else:
             responses = responses_BD[:, None]  # [B, 1, D]
             label_B = torch.zeros(count, dtype=torch.long, device=device)
@@ -111,7 +112,12 @@ class DualModule(Objective):
             column_BC = (label_B[:, None] + torch.arange(columns, device=device)) % columns
             teacher_BC = batch.teacher_contexts_BE @ gather(batch.teacher_responses_BE).T
             teacher_BC = teacher_BC.gather(1, column_BC)
-        excluded_BC = torch.cat([excluded_BC, negative_keys == batch.key_B[:, None]], dim=1)
+        is_right_BK = negative_keys == batch.keys_BS[:, :1]
+        if self._share_negatives:
+            is_answer_BC = (batch.keys_BS[:, None] == keys_CS).any(dim=2)
+            is_same_CK = keys_CS[:, :1] == negative_keys
+            is_right_BK = is_answer_BC.float() @ is_same_CK.float() > 0
+        excluded_BC = torch.cat([excluded_BC, is_right_BK], dim=1)
         teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
         parts, metrics = [], dict[str, Tensor]()
         for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):

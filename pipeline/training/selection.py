@@ -36,6 +36,8 @@ class Selection:
     """Factor on the rate after a validation whose loss is not below the lowest (ParlAI: 0.4)."""
     patience: int
     """Stop after this many validations without a better one; 0: never."""
+    keep_last: bool = False
+    """Each validation counts as the best so far, and the last weights are the result."""
     share: float = 1.0
     """The current factor on the rate."""
     lowest_loss: float = math.inf
@@ -45,7 +47,7 @@ class Selection:
     best_step: int = 0
     without_better: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """The weights of the best validation, on the CPU; empty before the first."""
+    """The weights of the best validation, on the CPU; empty before the first, and with `keep_last`."""
 
     @property
     def best(self) -> dict[str, float]:
@@ -57,7 +59,7 @@ class Selection:
 
     @property
     def stop(self) -> bool:
-        return 0 < self.patience <= self.without_better
+        return not self.keep_last and 0 < self.patience <= self.without_better
 
     def judge(
         self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
@@ -72,16 +74,18 @@ class Selection:
         else:
             self.share *= self.decay
         self.without_better += 1
-        if measured.merit > self.best_merit:
+        if self.keep_last or measured.merit > self.best_merit:
             self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
             self.best_step, self.without_better = step, 0
-            self.weights = weights()
+            self.weights = {} if self.keep_last else weights()
         metrics = {f"valid_{name}": value for name, value in measured.metrics.items()}
         return {**metrics, **self.best}
 
     def state(self) -> dict[str, Any]:
         return {
-            name: value for name, value in vars(self).items() if name not in ("decay", "patience")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("decay", "patience", "keep_last")
         }
 
     @classmethod
@@ -96,4 +100,5 @@ class Selection:
         if self.decay == 1.0:  # a run that goes on by a schedule without plateaus
             self.share = 1.0
         self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
-        self.weights = {name: value.cpu() for name, value in self.weights.items()}
+        weights = {} if self.keep_last else self.weights
+        self.weights = {name: value.cpu() for name, value in weights.items()}

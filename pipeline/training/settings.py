@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
-from pipeline.options.unread import read_when
-from pipeline.training.finetune_settings import Taught
+from pipeline.options.unread import default_of, read_when
+from pipeline.training.finetune_settings import NegativeLimits, Taught
 
 TRAINING_STATE = "training_state"
 """Folder of a published model that holds what a longer run starts from."""
@@ -19,7 +19,9 @@ class OptimizationConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    new_weights_factor: float = 10.0
+    new_weights_factor: float = field(
+        default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
+    )
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
     `learning_rate`."""
     warmup_steps: float = 0.1
@@ -77,12 +79,16 @@ class LoopConfig(OptimizationConfig):
     """How weights are updated, and how often the loop validates, reports and saves."""
 
     validate_every_epochs: float = 0.5
-    """Epochs between two validations; the last step is validated, too. The weights of the best validation
-    are the result. 0: no validation by epochs; without `validate_every_steps` the last weights are the
-    result. Without a valid split nothing is validated."""
+    """Epochs between two validations; the last step is validated, too. 0: no validation by epochs; without
+    `validate_every_steps` the last weights are the result. Without a valid split nothing is validated."""
     validate_every_steps: int = 0
     """Steps between two validations, whatever the epochs; 0: `validate_every_epochs` decides."""
-    stop_after_validations: int = 10
+    keep_weights: Literal["best", "last"] = "best"
+    """The weights that are the result: of the best validation, or of the last step. last suits few epochs:
+    R@1 of 100 questions has a standard error of up to 0.05, so an early validation often wins by chance."""
+    stop_after_validations: int = field(
+        default=10, metadata=read_when({"loop.keep_weights": ("best",)})
+    )
     """Stop after this many validations in a row without a better one; 0: never."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: bf16 autocast with float32 weights. auto: bf16 where the hardware multiplies it."""
@@ -109,6 +115,9 @@ class LoopConfig(OptimizationConfig):
                      "checkpoint_every_minutes", "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
         never = not self.validate_every_epochs and not self.validate_every_steps
+        patience = default_of(LoopConfig, "stop_after_validations")
+        require(not never or self.stop_after_validations in (0, patience), "loop.stop_after_validations",
+                self.stop_after_validations, f"0 or {patience} without validations")  # fmt: skip
         require(self.schedule != "plateau" or not never, "loop.schedule", self.schedule,
                 "another one where loop.validate_every_epochs is 0")  # fmt: skip
         for name in ("checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
@@ -147,7 +156,7 @@ class Workers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeachingConfig:
+class TeachingConfig(NegativeLimits):
     """What the teachers score."""
 
     over: Taught = "candidates"
@@ -159,7 +168,11 @@ class TeachingConfig:
     it gets no candidates and no scores."""
     hardest_of: int = 0
     """Draws this many random candidates and keeps the ones that the first bi- or poly-encoder teacher
-    scores highest. Most random candidates are too easy to teach much. 0: keeps any."""
+    scores highest, up to the limits `margin` and `max_share`. Most random candidates are too easy to teach
+    much. 0: keeps any."""
+    same_group_negatives: bool = True
+    """false: no random candidate is a response of the example's group (dialogue, thread, product). None is
+    another response to the same context."""
     batch_tokens: int = 0
     """Tokens in a batch at most, padding included; 0: as many as suit the device."""
     held_out: bool = False
@@ -175,6 +188,12 @@ class TeachingConfig:
         require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
                 "teaching.hardest_of", self.hardest_of,
                 f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip
+        self.check_limits("teaching")
+        for name, reader in (("margin", "hardest_of"), ("max_share", "hardest_of"),
+                             ("same_group_negatives", "random_candidates")):  # fmt: skip
+            value, default = getattr(self, name), default_of(TeachingConfig, name)
+            require(value == default or getattr(self, reader) > 0, f"teaching.{name}", value,
+                    f"{default} with teaching.{reader} 0")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

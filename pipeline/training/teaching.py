@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +36,7 @@ from pipeline.tasks.records import TaskRecord
 from pipeline.tasks.resources import best_device
 from pipeline.training.batches import ExampleRow
 from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
+from pipeline.training.negatives import highest_allowed, right_answers
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
@@ -43,6 +44,7 @@ from pipeline.training.settings import TeachingConfig
 # Contexts of poly-360, d = 768, take 1.1 GB.
 _ROWS_AT_ONCE = 1024
 _MEASURED_ROWS = 64
+RowT = TypeVar("RowT")
 _TYPES = {
     TEACHER: pa.list_(pa.float32()),
     TEACHER_CONTEXT: pa.binary(),
@@ -175,15 +177,17 @@ def _teach(
         return rows
     texts = list(dict.fromkeys(row["response"] for row in rows))
     if config.random_candidates and len(texts) > 1:
-        for part in _parts([row for row in rows if not row["candidates"]]):
-            _add_candidates(part, texts, rankers, config, draw)
+        answers = right_answers(rows, config.same_group_negatives)
+        pairs = [pair for pair in zip(rows, answers, strict=True) if not pair[0]["candidates"]]
+        for pairs_part in _parts(pairs):
+            _add_candidates(pairs_part, texts, rankers, config, draw)
     scored_rows = [row for row in rows if row["candidates"]]
     for part in _parts(scored_rows):
         _add_scores(part, rankers, config.batch_tokens)
     return scored_rows
 
 
-def _parts(rows: list[ExampleRow]) -> Iterator[list[ExampleRow]]:
+def _parts(rows: list[RowT]) -> Iterator[list[RowT]]:
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         yield rows[start : start + _ROWS_AT_ONCE]
 
@@ -201,30 +205,32 @@ def _add_vectors(rows: list[ExampleRow], ranker: Ranker, batch_tokens: int) -> N
 
 
 def _add_candidates(
-    rows: list[ExampleRow],
+    rows_with_answers: list[tuple[ExampleRow, set[str]]],
     texts: Sequence[str],
     rankers: Sequence[Ranker],
     config: TeachingConfig,
     draw: np.random.Generator,
 ) -> None:
-    """Gives each row its response at a random place among others of the shard's, `texts`."""
+    """Gives each row its response at a random place among others of the shard's, `texts`, that are wrong."""
     count = config.random_candidates
     draw_count = max(count, config.hardest_of)
+    rows = [row for row, _ in rows_with_answers]
     negatives_of_rows = []
-    for row in rows:
-        places = draw.choice(len(texts), size=min(draw_count + 1, len(texts)), replace=False)
-        negatives_of_rows.append(
-            [texts[place] for place in places if texts[place] != row["response"]][:draw_count]
-        )
+    for _, answers in rows_with_answers:
+        size = min(draw_count + len(answers), len(texts))
+        places = draw.choice(len(texts), size=size, replace=False)
+        wrong = [texts[place] for place in places if texts[place] not in answers]
+        negatives_of_rows.append(wrong[:draw_count])
     if config.hardest_of:
         dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        scores = own_scores(dual, contexts, negatives_of_rows, config.batch_tokens)
-        best = [np.argsort(-scores_C, kind="stable")[:count].tolist() for scores_C in scores]
-        negatives_of_rows = [
-            [negatives[place] for place in best_places]
-            for negatives, best_places in zip(negatives_of_rows, best, strict=True)
-        ]
+        pairs = list(zip(rows, negatives_of_rows, strict=True))
+        candidates = [[row["response"], *negatives] for row, negatives in pairs]
+        scores = own_scores(dual, contexts, candidates, config.batch_tokens)
+        for (right_score, *wrong_scores), negatives in zip(scores, negatives_of_rows, strict=True):
+            limit = highest_allowed(config, right_score)
+            hardest = sorted(zip(wrong_scores, negatives, strict=True), key=lambda pair: -pair[0])
+            negatives[:] = [text for score, text in hardest if score <= limit][:count]
     for row, negatives in zip(rows, negatives_of_rows, strict=True):
         label = int(draw.integers(len(negatives) + 1))
         row["candidates"] = [*negatives[:label], row["response"], *negatives[label:]]

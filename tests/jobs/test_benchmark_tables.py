@@ -116,7 +116,7 @@ def test_an_option_for_all_rows_may_be_one_that_some_do_not_read(plan, setting):
 def test_more_negatives_are_larger_batches_in_chunks_of_the_same_size(plan):
     found = [plan(2, name).train for name in PUBLISHED[2]]
     assert [config.finetune.batch_examples for config in found] == [32, 64, 128, 256, 512]
-    assert {config.finetune.chunk_examples for config in found} == {32}
+    assert [config.finetune.chunk_examples for config in found] == [0, 32, 32, 32, 32]
     # The recipe's 64 has the recipe's rate; four times the batch has twice of it.
     assert found[1].loop.learning_rate == pytest.approx(5e-5)
     assert found[3].loop.learning_rate == pytest.approx(1e-4)

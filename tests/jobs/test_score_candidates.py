@@ -8,10 +8,12 @@ import pytest
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
+from pipeline.config import BadInput
 from pipeline.drafts import draft, folder_entries
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
+from pipeline.training.negatives import right_answers
 from pipeline.training.teaching import TeachingConfig
 from tests.helpers import INTERRUPTED, rows_of
 
@@ -61,29 +63,65 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
     assert again["already_done"] and again["fingerprint"] == scored.fingerprint
 
 
-def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
-    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
+@pytest.mark.parametrize("limits", [{}, {"margin": 0.3}, {"max_share": 0.9}])
+def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest_below_the_limit(
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch, limits
 ):
+    """What it scores nearly as high as the response, or higher, may be right, too."""
     monkeypatch.setattr(teaching, "_ROWS_AT_ONCE", 16)
     corpus = in_files(convai2_corpus, tmp_path / "corpus", 50)
-    train = rows_of(corpus, "train")
-    texts = {row["response"] for row in train}
+    texts = {row["response"] for row in rows_of(corpus, "train")}
     cross, poly = tiny_ranker("cross"), tiny_ranker("poly")
     argv = arguments(corpus.uri, [cross.uri, poly.uri], tmp_path / "out")
-    run_job_here("score_candidates", *argv, "--teaching.hardest-of", len(texts))  # of all others
+    options = [f"--teaching.{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    run_job_here("score_candidates", *argv, "--teaching.hardest-of", len(texts), *options)
     rankers = [load_ranker(teacher.local()) for teacher in (cross, poly)]
-    labels = set()
+    labels, counts = set(), set()
     for row in rows_of(open_artifact(str(tmp_path / "out"), "corpus"), "train")[:20]:
-        others = sorted(texts - {row["response"]})
-        of = dict(zip(others, scores_alone(rankers[1], row["context"], others), strict=True))
+        everything = sorted(texts)
+        scores = scores_alone(rankers[1], row["context"], everything)
+        of = dict(zip(everything, scores, strict=True))
+        right = of.pop(row["response"])
+        most = right - limits.get("margin", 0.0)
+        if right > 0:
+            most = min(most, right * limits.get("max_share", 0.95))
+        wanted = sorted((score for score in of.values() if score <= most), reverse=True)[:3]
         wrong = [text for text in row["candidates"] if text != row["response"]]
-        assert len(set(wrong)) == 3 and row["candidates"][row["label"]] == row["response"]
-        least = sorted(of.values())[-3]
-        assert all(of[text] > least - 1e-4 for text in wrong)
+        assert sorted((of[text] for text in wrong), reverse=True) == pytest.approx(wanted, abs=1e-4)
+        assert len(set(wrong)) == len(wrong) and row["candidates"][row["label"]] == row["response"]
         each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
         assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0).tolist(), abs=1e-4)
         labels.add(row["label"])
-    assert len(labels) > 1
+        counts.add(len(wrong))
+    assert len(labels) > 1 and max(counts) == 3
+
+
+def test_random_candidates_are_no_other_replies_to_the_context():
+    """Nor of the same group where that is asked for; a row that has none left keeps its response."""
+    rows = [{"context": ["hi"], "response": f"r{n}", "group_id": f"g{n % 2}", "candidates": None}
+            for n in range(3)]  # fmt: skip
+    rows.append({"context": ["bye"], "response": "r3", "group_id": "g0", "candidates": None})
+    for same_group_negatives, others in ((True, {"r0", "r1", "r2"}), (False, {"r1"})):
+        config = TeachingConfig(random_candidates=3, same_group_negatives=same_group_negatives)
+        drawn = [dict(row) for row in rows]
+        answers = right_answers(drawn, same_group_negatives)
+        pairs = list(zip(drawn, answers, strict=True))
+        texts = ["r0", "r1", "r2", "r3"]
+        teaching._add_candidates(pairs, texts, [], config, np.random.default_rng(0))
+        assert set(drawn[3]["candidates"]) == {"r3"} | others
+        assert [set(row["candidates"]) - {row["response"]} for row in drawn[:3]] == (
+            [{"r3"}] * 3 if same_group_negatives else [set(), {"r3"}, set()]
+        )
+
+
+@pytest.mark.parametrize(("settings", "name"), [
+    ({"margin": 0.1}, "margin"), ({"max_share": 0.9}, "max_share"),
+    ({"same_group_negatives": False}, "same_group_negatives"),
+    ({"hardest_of": 9, "random_candidates": 3, "max_share": 1.5}, "max_share"),
+])  # fmt: skip
+def test_limits_that_nothing_reads_or_out_of_range_are_refused(settings, name):
+    with pytest.raises(BadInput, match=rf"teaching\.{name}: .* is not allowed; allowed: "):
+        TeachingConfig(**settings)
 
 
 def test_a_killed_job_scores_only_what_is_missing(

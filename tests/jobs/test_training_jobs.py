@@ -265,7 +265,7 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
     [
         (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
         (["--finetune.valid-examples", 1], ["finetune.valid_examples: 1", ">= 2"]),
-        (["--finetune.chunk-examples", -1], ["finetune.chunk_examples: -1", ">= 0"]),
+        (["--finetune.chunk-examples", -1], ["finetune.chunk_examples: -1", "0, or below"]),
         (["--finetune.chunk-examples", 4, "--loop.compile"], ["loop.compile: True", "false where"]),
         (["--finetune.mine.top-k", 0], ["finetune.mine.top_k: 0", ">= 1"]),
         (["--finetune.distill.loss", "kl"], ["finetune.distill.loss: 'kl'", "negatives_from"]),
@@ -276,6 +276,25 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
         (
             ["--ranker.architecture", "cross", "--finetune.negatives-from", "given"],
             ["negatives_from: 'given'", "gives no candidates"],
+        ),
+        (
+            ["--ranker.architecture", "cross", "--finetune.negatives-from", "both"],
+            ["negatives_from: 'both'", "'batch' or 'given' with ranker.architecture 'cross'"],
+        ),
+        (
+            ["--ranker.architecture", "convert", "--loop.new-weights-factor", 3],
+            [
+                "loop.new_weights_factor: 3.0 has no effect",
+                "'bi', 'poly', 'cross' (here 'convert')",
+            ],
+        ),
+        (
+            ["--finetune.batch-examples", 8, "--finetune.chunk-examples", 8],
+            ["finetune.chunk_examples: 8", "0, or below finetune.batch_examples, 8"],
+        ),
+        (
+            ["--loop.stop-after-validations", 3, "--loop.validate-every-epochs", 0],
+            ["loop.stop_after_validations: 3", "0 or 10 without validations"],
         ),
         (
             ["--finetune.negatives", 7],

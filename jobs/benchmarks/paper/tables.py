@@ -80,7 +80,8 @@ def _poly(m: int) -> dict[str, Any]:
 
 def _negatives(count: int, published: float) -> Trial:
     # In chunks, so that memory does not grow with the batch.
-    changes = {"finetune.batch_examples": count + 1, "finetune.chunk_examples": 32}
+    chunk = 32 if count + 1 > 32 else 0
+    changes = {"finetune.batch_examples": count + 1, "finetune.chunk_examples": chunk}
     return Trial(str(count), "bi", changes, _percent(convai2=published))
 
 

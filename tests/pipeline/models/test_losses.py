@@ -41,7 +41,7 @@ def cases(draw):
 def test_loss_is_softmax_cross_entropy_over_the_columns_that_count(case):
     scores, labels, keys = case
     label_B = torch.tensor(labels)
-    excluded = false_negatives(torch.tensor(keys), label_B)
+    excluded = false_negatives(torch.tensor(keys)[:, None], label_B)
     loss = ranking_loss(torch.tensor(scores), label_B, excluded)
     expected = oracle_loss(scores.astype(np.float64), labels, excluded.numpy())
     assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -54,13 +54,13 @@ def test_false_negatives_are_other_columns_with_the_right_text(case):
         [key == keys[label] and column != label for column, key in enumerate(keys)]
         for label in labels
     ]
-    assert false_negatives(torch.tensor(keys), torch.tensor(labels)).tolist() == expected
+    assert false_negatives(torch.tensor(keys)[:, None], torch.tensor(labels)).tolist() == expected
 
 
 def test_a_response_that_occurs_twice_is_not_pushed_away():
     scores = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
     label_B = torch.arange(3)
-    excluded = false_negatives(torch.tensor([7, 8, 7]), label_B)
+    excluded = false_negatives(torch.tensor([[7], [8], [7]]), label_B)
     ranking_loss(scores, label_B, excluded).backward()
     pushed = scores.grad > 0
     assert pushed.tolist() == [
@@ -73,7 +73,7 @@ def test_a_response_that_occurs_twice_is_not_pushed_away():
 
 def test_batch_of_one_text_only_costs_nothing():
     label_B = torch.arange(4)
-    excluded = false_negatives(torch.zeros(4, dtype=torch.long), label_B)
+    excluded = false_negatives(torch.zeros(4, 1, dtype=torch.long), label_B)
     assert ranking_loss(torch.randn(4, 4), label_B, excluded).item() == 0
 
 
@@ -158,7 +158,7 @@ def test_smoothing_is_torchs_where_all_columns_count(case, smoothing):
 def test_smoothing_leaves_out_what_does_not_count_and_rows_that_do_not(case, seed):
     scores, labels, keys = case
     label_B = torch.tensor(labels)
-    excluded_BC = false_negatives(torch.tensor(keys), label_B)
+    excluded_BC = false_negatives(torch.tensor(keys)[:, None], label_B)
     counted_B = torch.from_numpy(np.random.default_rng(seed).random(len(labels)) < 0.5)
     total = 0.0
     for row, label, out, counts in zip(scores, labels, excluded_BC, counted_B, strict=True):

@@ -24,7 +24,8 @@ from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
 from pipeline.training.finetune_settings import Distillation, Mining
-from pipeline.training.mining import COLUMNS, Miner
+from pipeline.training.mining import Miner
+from pipeline.training.negatives import example_columns
 from pipeline.training.objectives import DualModule
 from tests.helpers import run_in_processes
 
@@ -122,17 +123,23 @@ def mined(folder, own_rank, world, state=None):
     it goes on from there.
     """
     corpus = Artifact(**json.loads((folder / "corpus.json").read_text()))
-    rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=0)
+    rows = Rows.of(corpus, "train", example_columns(True), 0, 1, seed=0)
     config = Mining(responses=9, top_k=5, max_share=1.0)
     miner = Miner(load_ranker(folder / "poly"), rows, config, 1, own_rank, world)
-    contexts, read = [], Epoch.read
+    contexts, read, search = [], Epoch.read, Miner._search
 
     def recorded(epoch, start, stop):
-        if "context" in epoch.columns:
-            contexts.append((start, stop))
+        contexts.append((start, stop))
         return read(epoch, start, stop)
 
-    with patch.object(Epoch, "read", recorded), patch.object(mining, "_ROWS_AT_ONCE", 3):
+    def recorded_search(*args):
+        with patch.object(Epoch, "read", recorded):
+            search(*args)
+
+    with (
+        patch.object(Miner, "_search", recorded_search),
+        patch.object(mining, "_ROWS_AT_ONCE", 3),
+    ):
         if state:
             miner.load(state)
         else:

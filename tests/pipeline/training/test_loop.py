@@ -444,12 +444,31 @@ def test_stops_after_so_many_validations_without_a_better_one(found, patience, s
     assert same(again.weights, run.weights)
 
 
+def test_the_last_weights_are_the_result_whatever_validations_find():
+    """A validation of 100 questions has a standard error of 0.04: an early one wins by chance."""
+    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+    found = [(0.9, 0), (0.8, 1), (0.7, 2), (0.6, 3)]
+    best = Run(told(*found), 4, validate_every_epochs=1, **plain)
+    config = {**plain, "keep_weights": "last", "stop_after_validations": 2}
+    last = Run(told(*found), 4, validate_every_epochs=1, **config)
+    assert same(last.weights, Run(told(), 4, **plain, validate_every_epochs=0).weights)
+    assert not same(last.weights, best.weights)
+    shown = last.progress[-1].metrics
+    assert (shown["best_step"], shown["best_valid_r1"]) == (4, 0.6)
+    longer = Run(
+        told((0.1, 9)), 5, checkpoint=best.checkpoints[4], validate_every_epochs=1, **config
+    )
+    assert same(longer.weights, Run(told(), 5, **plain, validate_every_epochs=0).weights)
+
+
 def test_weights_are_copied_when_a_validation_is_better(monkeypatch):
     """To copy sharded weights, all ranks gather them."""
     copied = []
     monkeypatch.setattr(loop, "weights_of", lambda module: copied.append(1) or weights_of(module))
     found = [(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)]
     Run(told(*found), 6, validate_every_epochs=1)
+    assert len(copied) == 3
+    Run(told(*found), 6, validate_every_epochs=1, keep_weights="last")
     assert len(copied) == 3
 
 

@@ -17,7 +17,8 @@ from pipeline.training import mining
 from pipeline.training.batches import PLACE, Epoch, Rows
 from pipeline.training.examples import DualCollator
 from pipeline.training.finetune_settings import Mining
-from pipeline.training.mining import COLUMNS, Miner
+from pipeline.training.mining import Miner
+from pipeline.training.negatives import example_columns
 from tests.helpers import run_in_processes
 
 # Some responses stand twice.
@@ -39,9 +40,9 @@ def corpus(tiny):
     return tiny.corpus(ROWS)
 
 
-def miner(corpus, ranker, rank=0, world=1, **config):
-    rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=3)
-    return Miner(ranker, rows, Mining(**config), 1, rank, world)
+def miner(corpus, ranker, same_group_negatives=True, **config):
+    rows = Rows.of(corpus, "train", example_columns(same_group_negatives), 0, 1, seed=3)
+    return Miner(ranker, rows, Mining(**config), 1, 0, 1, same_group_negatives)
 
 
 def scores_of(ranker, context, candidates_CD):
@@ -76,6 +77,25 @@ def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limit
         assert row["response"] not in mined
         sizes.add(len(mined))
     assert max(sizes) == 4
+
+
+@pytest.mark.parametrize("same_group_negatives", [True, False])
+def test_other_replies_to_a_context_are_not_mined(tiny, same_group_negatives):
+    """Nor those of the same group where that is asked for. Without a limit everything else is mined."""
+    rows = [
+        {"context": [f"w{n % 6}", "w9"], "response": f"w{50 + n}", "group_id": f"g{n % 3}"}
+        for n in range(24)
+    ]
+    found = miner(tiny.corpus(rows), tiny.ranker(architecture="bi"), same_group_negatives, top_k=24,
+                  max_share=1.0)  # fmt: skip
+    with patch.object(mining, "highest_allowed", lambda limits, right_score: np.inf):
+        found()
+    divisor = 6 if same_group_negatives else 3
+    for number, row in enumerate(rows):
+        wrong = {other["response"] for n, other in enumerate(rows) if (n - number) % divisor}
+        mined = found.negatives_of(number)
+        assert row["response"] not in mined
+        assert set(mined) == wrong and len(mined) == len(wrong)
 
 
 LAYOUTS = ((90, 90), (90, 7), (20, 20), (13, 4))  # rows of a file, of a row group
@@ -119,23 +139,21 @@ def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
 
 def test_texts_are_read_by_row_groups_and_only_when_they_are_needed(tiny, layouts, monkeypatch):
     """Every rank, and the driver, used to hold all of train's texts from the start."""
-    reads = []
-    read = Epoch.read
+    reads, drawn = [], []
+    read, search = Epoch.read, Miner._search
     monkeypatch.setattr(
-        Epoch,
-        "read",
-        lambda epoch, *rows: reads.append((epoch.columns, *rows)) or read(epoch, *rows),
+        Epoch, "read", lambda epoch, *rows: reads.append(rows) or read(epoch, *rows)
+    )
+    monkeypatch.setattr(
+        Miner, "_search", lambda *args: drawn.extend(reads) or reads.clear() or search(*args)
     )
     found = miner(layouts[13, 4], tiny.ranker(architecture="bi"), responses=4)
     assert not reads
     found()
-    assert max(stop - start for _, start, stop in reads) == 4
-    whole = [rows for columns, *rows in reads if "context" in columns]
-    assert [start for start, _ in whole] == [0, *(stop for _, stop in whole[:-1])]
-    assert whole[-1][1] == 90
-    drawn = [rows for columns, *rows in reads if columns == ("response",)]
-    assert len(reads) == len(whole) + len(drawn)
-    assert len(drawn) <= 4  # row groups, for four responses
+    assert max(stop - start for start, stop in drawn + reads) == 4
+    assert [start for start, _ in reads] == [0, *(stop for _, stop in reads[:-1])]
+    assert reads[-1][1] == 90
+    assert 0 < len(drawn) <= 4  # row groups, for four responses
 
 
 def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
@@ -228,7 +246,7 @@ def measure_memory(folder, number):
 
     def mine(name):
         corpus = Artifact(**json.loads((folder / name).read_text()))
-        rows = Rows.of(corpus, "train", COLUMNS, 0, 1, 0)
+        rows = Rows.of(corpus, "train", example_columns(True), 0, 1, 0)
         found = Miner(Constant(), rows, Mining(responses=50), 1, 0, 1)
         found()
         assert len(found.state()["found"]) == len(rows)

@@ -89,7 +89,7 @@ def test_dual_batch_holds_contexts_and_their_responses(tiny):
 
 
 def test_keys_are_equal_where_the_responses_are(tiny):
-    keys = collated(DualCollator(tiny.ranker()), DUAL_ROWS).key_B.tolist()
+    keys = collated(DualCollator(tiny.ranker()), DUAL_ROWS).keys_BS[:, 0].tolist()
     assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
 
 
@@ -182,6 +182,67 @@ def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_
     assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
     kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
     assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
+
+
+REPLIES = [  # rows 0 and 2 answer one context, rows 1 and 3 belong to one dialogue
+    {"context": ["w1 w2"], "response": "w4", "group_id": "a", "candidates": ["w20", "w8"]},
+    {"context": ["w5"], "response": "w6 w7", "group_id": "b", "candidates": ["w21", "w22"]},
+    {"context": ["w1 w2"], "response": "w8", "group_id": "a", "candidates": ["w23", "w24"]},
+    {"context": ["w12"], "response": "w13", "group_id": "b", "candidates": ["w25", "w26"]},
+]
+SAME_ANSWERS = {True: [{0, 2}, {1}, {0, 2}, {3}], False: [{0, 2}, {1, 3}, {0, 2}, {1, 3}]}
+
+
+@pytest.mark.parametrize("same_group_negatives", [True, False])
+@pytest.mark.parametrize("share", [False, True])
+def test_other_replies_to_a_context_are_no_negatives_in_a_batch(tiny, same_group_negatives, share):
+    """Nor those of the same dialogue where that is asked for; nor as another context's candidates."""
+    ranker = tiny.ranker(architecture="bi")
+    collator = DualCollator(ranker, 1, same_group_negatives=same_group_negatives)
+    batch = collated(collator, REPLIES, seed=1)
+    wrong = [texts_of(batch.negatives, place) for place in range(4)]
+    module = DualModule(ranker.dual, "both", share_negatives=share)
+    scores, excluded = [], []
+    with torch.no_grad():
+        loss, _ = module(batch)
+        vectors = inference.context_vectors(ranker, [row["context"] for row in REPLIES])
+        for place, same in enumerate(SAME_ANSWERS[same_group_negatives]):
+            right = {REPLIES[number]["response"] for number in same}
+            texts = [*(row["response"] for row in REPLIES), *(wrong if share else [wrong[place]])]
+            context = vectors[0][[place]], vectors[1][[place]]
+            candidates = inference.candidate_vectors(ranker, texts)
+            scores.append(ranker.dual.scores(*context, candidates)[0].double().numpy())
+            excluded.append([n != place and text in right for n, text in enumerate(texts)])
+    assert wrong[0] == "w20"  # its other candidate, w8, answers the same context in row 2
+    assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
+
+
+def test_a_shared_candidate_that_answers_the_context_in_another_row_does_not_count(tiny):
+    """Row 3's candidate w8 is a reply to the context of rows 0 and 2."""
+    ranker = tiny.ranker(architecture="bi")
+    rows = [{**row, "candidates": ["w8"] if n == 3 else ["w30"]} for n, row in enumerate(REPLIES)]
+    batch = collated(DualCollator(ranker, 1), rows)
+    floats = [tensor.requires_grad_() if tensor.is_floating_point() else tensor
+              for tensor in DualModule(ranker.dual).encode(batch)]  # fmt: skip
+    one = torch.zeros(4, dtype=torch.bool)
+    one[0] = True
+    vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = floats
+    module = DualModule(ranker.dual, "given", share_negatives=True)
+    loss, _ = module.loss(
+        [vectors_BVMD, mask_BVM & one[:, None, None], responses_BD, negatives_BKD], batch
+    )
+    (gradient_BKD,) = torch.autograd.grad(loss, [negatives_BKD])
+    assert gradient_BKD[0].abs().sum() > 0 and gradient_BKD[3].abs().sum() == 0
+
+
+@pytest.mark.parametrize("same_group_negatives", [True, False])
+def test_what_fills_up_is_no_other_reply_to_the_context(tiny, same_group_negatives):
+    ranker = tiny.ranker(architecture="cross")
+    collator = PairCollator(ranker, 6, same_group_negatives=same_group_negatives)
+    batch = collated(collator, [{**row, "candidates": None} for row in REPLIES])
+    for place, same in enumerate(SAME_ANSWERS[same_group_negatives]):
+        right = {REPLIES[number]["response"] for number in same}
+        assert set(candidates_of(batch, place)[1:]).isdisjoint(right)
 
 
 @pytest.mark.parametrize("negatives", [1, 3])
@@ -492,7 +553,7 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     dual = collated(DualCollator(tiny.ranker()), DUAL_ROWS).to(meta)
     assert dual.contexts.ids_BT.is_meta
     assert dual.responses.mask_BT.is_meta
-    assert dual.key_B.is_meta
+    assert dual.keys_BS.is_meta
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
     assert pair.label_B.is_meta
