@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -161,9 +162,9 @@ def _table_rows(
         split = named_split(raw.plain_name(uri))
         for line, row in tables.read(uri, columns, reading, account, form=form):
             text, intent = row.get(text_column), row.get(label_column)
-            text, intent = "" if text is None else text, "" if intent is None else intent
-            if isinstance(intent, int):  # labels that are numbers, in JSON and Parquet
-                intent = str(intent)
+            text = "" if text is None else text
+            with suppress(TypeError):  # then it is not a text
+                intent = tables.cell_text(intent) or ""
             if not raw.is_text(text) or not raw.is_text(intent):
                 sample = json.dumps([str(text), str(intent)], ensure_ascii=False)
                 account.malformed.add("not a text and an intent", uri, line, sample)

@@ -1,5 +1,7 @@
 """Drops exact duplicates: examples with the same words in the same order.
 
+A text without a word, such as "?!", is the same only as a text of the same characters.
+
 hash    shard    a hash of every example's words     → filed by hash
 first   bucket   of examples with one hash the first stays
 """
@@ -47,9 +49,8 @@ def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     tables = [CLUSTERS.empty_table()]
     row_mask = keep_mask(read_drops(draft, plan, number, "contaminated"), shard.rows)
     for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
-        words = sides(rows, plan.options.text, hashing.words)
         columns = [
-            hashing.combined_hashes([side.sequence_hashes() for side in words]),
+            hashing.combined_hashes(_side_hashes(rows, plan.options.text)),
             node_of(number, numbers),
             np.full(len(numbers), shard.rank, np.int8),
             rows["example_id"],
@@ -59,6 +60,18 @@ def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     bucket = hashing.bucket_of_hash(entries["cluster"].to_numpy(), plan.exact_buckets)
     buckets.write(draft, task, entries, bucket, plan.exact_buckets)
     return TaskRecord()
+
+
+def _side_hashes(rows: pa.Table, text: str) -> list[hashing.Hashes]:
+    """[N] hashes of each side's words; of its characters where it has no word."""
+    hashes = list[hashing.Hashes]()
+    for number, side in enumerate(sides(rows, text, hashing.words)):
+        hashes.append(side.sequence_hashes())
+        wordless = side.counts == 0
+        if wordless.any():
+            texts = sides(rows.filter(pa.array(wordless)), text, hashing.whole_texts)[number]
+            hashes[-1][wordless] = texts.sequence_hashes()
+    return hashes
 
 
 def _file_duplicates(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:

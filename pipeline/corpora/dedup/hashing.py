@@ -97,6 +97,11 @@ def text_hashes(texts: pa.Array) -> Hashes:
     return segments(_BYTE[data], offsets[:-1], offsets[1:])
 
 
+def whole_texts(texts: pa.Array) -> Tokens:
+    """Each text as one token: its bytes, as they are."""
+    return Tokens(text_hashes(texts), np.arange(len(texts) + 1))
+
+
 def words(texts: pa.Array) -> Tokens:
     """The words of texts: normalised as NFKC does, lower-cased, apart at runs of separators."""
     data, offsets = _bytes(_normalise(texts))

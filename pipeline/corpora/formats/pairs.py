@@ -272,12 +272,13 @@ def _split(row: dict[str, Any], column: str) -> Split:
 
 
 def _key(row: dict[str, Any], column: str) -> str:
-    value = row.get(column)
-    if value is None or value == "":
+    try:
+        key = tables.cell_text(row.get(column))
+    except TypeError as kind:
+        raise Malformed(f"{column}: {kind}; allowed: text, numbers, dates") from None
+    if not key:
         raise Malformed(f"no {column}")
-    if type(value) is not int and not raw.is_text(value):
-        raise Malformed(f"{column} is neither a text nor a whole number")
-    return str(value)
+    return key
 
 
 def _text(row: dict[str, Any], column: str) -> str:

@@ -15,7 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -138,6 +141,33 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
     if rows > start:
         pieces.append(RowGroups(first, metadata.num_row_groups, start))
     return pieces
+
+
+def cell_text(value: object) -> str | None:
+    """The text of a cell that is an id, a label or a value to filter by; None: the cell is empty.
+
+    The type that the writer chose does not count. pandas writes integers with a gap as 2015.0, and dates as
+    timestamps at midnight: these are "2015" and "2015-03-01". A decimal loses the zeros at its end. True is
+    "true", as in JSON. Raises TypeError for any other value, such as a list.
+    """
+    if value is None or value != value:  # NaN is the gap of a column of floats
+        return None
+    if raw.is_text(value):
+        return value
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, int | float | UUID):
+        return str(value)
+    if isinstance(value, Decimal):
+        digits, point, fraction = f"{value:f}".partition(".")
+        return (digits + point + fraction.rstrip("0")).removesuffix(".")
+    if isinstance(value, datetime) and value.tzinfo is None and value.time() == time():
+        return value.date().isoformat()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise TypeError("broken text" if isinstance(value, str) else type(value).__name__)
 
 
 def require_columns(
@@ -320,7 +350,7 @@ def _parquet_rows(
                         number += 1
                         account.records += 1
                         yield number, row
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
             if stored.error:  # the file may be whole: the task is tried again
                 raise stored.error from None
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None

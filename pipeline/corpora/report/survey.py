@@ -233,6 +233,8 @@ def _open(uri: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
     except (OSError, pa.ArrowInvalid) as error:
+        if isinstance(error, OSError) and error.errno:  # of the system, such as too many open files
+            raise
         raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
 
 

@@ -249,44 +249,42 @@ def _rows(
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
     """The rows that can be candidates; all other rows are counted in `account`."""
-    id_column, text_column, *filter_columns = columns
+    id_column, text_column, *_ = columns
     columns_by_option = _columns_by_option(columns)
     for line, row in tables.read(
         uri, columns_by_option, reading, account, form=form, groups=groups
     ):
-        text, name = row.get(text_column), row.get(id_column)
-        name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
-        values = [row.get(column) for column in filter_columns]
-        if missing := [column for column in columns_by_option.values() if column not in row]:
-            reason = f"no column {missing[0]}"
-            named_values = {column: row.get(column) for column in columns_by_option.values()}
-            account.malformed.add(reason, uri, line, json.dumps(named_values))
+        sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
+        try:
+            cells = [_cell(row, *named_column) for named_column in columns_by_option.items()]
+        except ValueError as reason:
+            account.malformed.add(str(reason), uri, line, sample)
             continue
-        if not raw.is_text(text):
-            reason = "text is not a string"
-        elif not text.strip():
-            reason = "text is empty"
+        text, name = cells[0] or "", cells[1] or "" if id_column else ""
+        if not text.strip():
+            account.dropped.add("text is empty", uri, line, sample)
         elif len(text) * 4 > max_text_bytes and len(text.encode()) > max_text_bytes:
-            reason = "text is too long"
-        elif id_column and not (raw.is_text(name) and name):
-            reason = "id is neither a string nor an integer"
-        elif not all(
-            value is None or isinstance(value, (int, float)) or raw.is_text(value)
-            for value in values
-        ):
-            reason = "a column to filter by has neither text nor a number"
+            account.dropped.add("text is too long", uri, line, sample)
         else:
-            filter_values = [_filter_text(value) for value in values]
-            yield CandidateRow(str(name) if id_column else "", text, filter_values)
-            continue
-        account.dropped.add(reason, uri, line, f"id {name!r}: {text!r}")
+            yield CandidateRow(name, text, cells[2 if id_column else 1 :])
 
 
-def _filter_text(value: object) -> str | None:
-    """The text that a filter compares with: true, not Python's True."""
-    if isinstance(value, bool):
-        return json.dumps(value)
-    return value if value is None else str(value)
+def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
+    """The text of a row's cell; raises ValueError with the option's name for what it cannot be."""
+    if column not in row:
+        raise ValueError(f"no column {column}")
+    value = row[column]
+    is_text_column = option == "embed.text_column"
+    try:
+        if is_text_column and not isinstance(value, str | None):
+            raise TypeError(type(value).__name__)
+        cell = tables.cell_text(value)
+    except TypeError as kind:
+        allowed = "text" if is_text_column else "text, numbers, dates"
+        raise ValueError(f"{option} {column}: {kind}; allowed: {allowed}") from None
+    if option == "embed.id_column" and not cell:
+        raise ValueError(f"{option} {column}: empty; allowed: text, numbers, dates")
+    return cell
 
 
 def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:

@@ -140,8 +140,9 @@ def test_hwu64s_folders(read):
     assert (len(found.tested), found.asked_split) == (1, "valid")
 
 
-def test_columns_have_any_name_and_labels_may_be_numbers(read):
-    lines = [json.dumps({"q": f"text {at}", "class": at % 2}) for at in range(20)]
+@pytest.mark.parametrize("number", [int, float])  # pandas writes integers with a gap as floats
+def test_columns_have_any_name_and_labels_may_be_numbers(read, number):
+    lines = [json.dumps({"q": f"text {at}", "class": number(at % 2)}) for at in range(20)]
     found = read({"mine.jsonl": "\n".join(lines)}, text_column="q", label_column="class")
     assert intent_texts.labels_of(found.train) == ("0", "1")
 

@@ -239,7 +239,25 @@ def test_a_hundred_copies_with_small_changes_leave_one(corpus_of, clean):
 def test_examples_without_words_are_near_to_nothing(corpus_of, clean):
     rows = [row("a", "...", "?!"), row("b", "!", "..."), row("c", "a", "?"), row("d", "b", "!")]
     assert clean(corpus_of(rows), dataclasses.replace(THOROUGH)).dropped == {}
-    assert set(clean(corpus_of(rows), EXACT).rows) == {"a", "c", "d"}
+
+
+@pytest.mark.parametrize("text", ["response", "pair", "example"])
+def test_texts_without_a_word_are_the_same_only_to_the_character(corpus_of, clean, text):
+    texts = ["...", "?!", "¿?", "!", "a", "A!", "..."]
+    pairs = list(itertools.product(texts, texts))
+    rows = [row(f"{number:02d}", "b", *pair) for number, pair in enumerate(pairs)]
+
+    def key(example):
+        turns = {"response": [], "pair": example["context"][-1:], "example": example["context"]}[
+            text
+        ]
+        return [words(side) or side for side in (" ".join(turns), example["response"])]
+
+    clusters = {}
+    for example in rows:
+        clusters.setdefault(str(key(example)), []).append(example)
+    options = dataclasses.replace(EXACT, text=text)
+    assert set(clean(corpus_of(rows), options).rows) == first_of_each(clusters.values())
 
 
 # Splits

@@ -6,9 +6,12 @@ import gzip
 import hashlib
 import json
 from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -159,21 +162,27 @@ BAD_RECORDS = [
     ({"id": "1", "text": "another"}, "the same id again"),  # 1 and "1" are the same id
     ({"id": "x", "text": ""}, "text is empty"),
     ({"id": "x", "text": " \n\t\u3000"}, "text is empty"),
-    ({"id": "x", "text": None}, "text is not a string"),
-    ({"id": "x", "text": 12}, "text is not a string"),
-    ({"id": "x", "text": ["a"]}, "text is not a string"),
-    ({"id": "x", "text": "cut off \ud83d"}, "text is not a string"),
-    ({"id": None, "text": "other"}, "id is neither a string nor an integer"),
-    ({"id": "", "text": "other"}, "id is neither a string nor an integer"),
-    ({"id": True, "text": "other"}, "id is neither a string nor an integer"),
-    ({"id": 1.0, "text": "other"}, "id is neither a string nor an integer"),
-    ({"id": "\ud83d", "text": "other"}, "id is neither a string nor an integer"),
+    ({"id": "x", "text": None}, "text is empty"),
+    ({"id": "x", "text": 12}, "embed.text_column text: int; allowed: text"),
+    ({"id": "x", "text": ["a"]}, "embed.text_column text: list; allowed: text"),
+    ({"id": "x", "text": "cut off \ud83d"}, "embed.text_column text: broken text; allowed: text"),
+    ({"id": None, "text": "other"}, "embed.id_column id: empty; allowed: text, numbers, dates"),
+    ({"id": "", "text": "other"}, "embed.id_column id: empty; allowed: text, numbers, dates"),
+    ({"id": [1], "text": "other"}, "embed.id_column id: list; allowed: text, numbers, dates"),
+    (
+        {"id": "\ud83d", "text": "other"},
+        "embed.id_column id: broken text; allowed: text, numbers, dates",
+    ),
 ]
 
 
 def test_what_cannot_be_a_candidate_is_counted_once_by_reason(make, tmp_path):
     rows = [*RECORDS, *(row for row, _ in BAD_RECORDS), {"id": "x", "text": "good"}]
-    pool = make(json_lines(tmp_path / "a.jsonl", rows), repeated_ids="first")
+    pool = make(
+        json_lines(tmp_path / "a.jsonl", rows),
+        repeated_ids="first",
+        reading=Reading(max_malformed_share=0.5),
+    )
     assert rows_of(pool) == [*((str(row["id"]), row["text"]) for row in RECORDS), ("x", "good")]
     reasons = [reason for _, reason in BAD_RECORDS]
     assert pool.artifact.manifest["dropped"] == {name: reasons.count(name) for name in reasons}
@@ -237,11 +246,56 @@ def test_a_text_that_was_dropped_does_not_take_its_id(make, tmp_path):
 
 def test_nulls_of_parquet_are_counted(make, tmp_path):
     rows = [{"id": 1, "text": None}, {"id": None, "text": "a"}, {"id": 3, "text": "b"}]
-    pool = make(parquet(tmp_path / "a.parquet", rows))
+    pool = make(parquet(tmp_path / "a.parquet", rows), reading=Reading(max_malformed_share=0.5))
     assert rows_of(pool) == [("3", "b")]
     assert pool.artifact.manifest["dropped"] == {
-        "id is neither a string nor an integer": 1, "text is not a string": 1,
+        "embed.id_column id: empty; allowed: text, numbers, dates": 1, "text is empty": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("use", ["id_column", "filter_columns"])
+def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
+    """pandas makes 2015.0 of integers with a gap, and timestamps of dates."""
+    values = {
+        "year": (pd.Series([2015, 2016, None]), ["2015", "2016"]),
+        "rating": (pd.Series([4.5, 4.0, None]), ["4.5", "4"]),
+        "day": (pd.to_datetime(pd.Series(["2015-03-01", "2016-01-31", None])), ["2015-03-01", "2016-01-31"]),
+        "made": (pd.to_datetime(pd.Series(["2015-03-01 12:30", None, None])), ["2015-03-01T12:30:00", None]),
+        "price": (pd.Series([Decimal("19.90"), Decimal("200.00"), None]), ["19.9", "200"]),
+        "sold": (pd.Series([True, False, None], dtype="boolean"), ["true", "false"]),
+    }  # fmt: skip
+    frame = pd.DataFrame({name: series for name, (series, _) in values.items()})
+    table = pa.Table.from_pandas(frame).append_column(
+        "key", pa.array([UUID(int=1).bytes, UUID(int=2).bytes, None], pa.uuid())
+    )
+    texts = {name: [*written, None][:3] for name, (_, written) in values.items()}
+    texts["key"] = [str(UUID(int=1)), str(UUID(int=2)), None]
+    file = tmp_path / "a.parquet"
+    pq.write_table(table.append_column("text", pa.array(["a", "b", "c"])), file)
+    if use == "filter_columns":
+        pool = make(file, id_column="", filter_columns=tuple(texts))
+        assert pool.rows[0].select(list(texts)).to_pydict() == texts
+        return
+    tolerant = Reading(max_malformed_share=0.7)
+    for column, ids in texts.items():
+        pool = make(file, id_column=column, name=column, reading=tolerant)
+        assert [row_id for row_id, _ in rows_of(pool)] == [each for each in ids if each]
+        reason = f"embed.id_column {column}: empty; allowed: text, numbers, dates"
+        assert pool.artifact.manifest["dropped"] == {reason: ids.count(None)}
+
+
+def test_a_column_of_lists_with_gaps_is_refused_by_its_name(make, tmp_path):
+    """The rows with a gap alone would have been a pool of a third of the candidates."""
+    rows = [{"id": n, "text": f"text {n}", "tags": ["x"] if n % 3 else None} for n in range(60)]
+    with pytest.raises(BadInput, match=r"40 embed.filter_columns\[0\] tags: list; allowed: text"):
+        make(parquet(tmp_path / "a.parquet", rows), filter_columns=("tags",))
+
+
+def test_a_date_that_python_has_no_year_for_is_refused(make, tmp_path):
+    days = pa.array([253402300800], pa.timestamp("s"))
+    pq.write_table(pa.table({"id": [1], "text": ["a"], "day": days}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=r"a.parquet: broken Parquet .*out of range"):
+        make(tmp_path / "a.parquet", filter_columns=("day",))
 
 
 def test_text_is_kept_to_the_letter(make, tmp_path):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -20,6 +24,7 @@ from pipeline.retrieval.pools import checksums
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.pool import Pool, current_uri, describe, make_current
+from pipeline.retrieval.pools.shard import load_matrix, open_shard
 from pipeline.retrieval.search import search
 
 MODEL = Artifact("models/mine", {"kind": "ranker", "fingerprint": "aaaa"})
@@ -298,6 +303,47 @@ def test_checksums_are_looked_at_once_on_a_node_or_always(pools, monkeypatch):
     flip(file)
     with pytest.raises(BadInput, match=r"part-00000.npy: damaged"):
         Pool.open(f"{pools}/p", check="always")
+
+
+def test_an_open_pool_holds_no_descriptors_and_five_maps_a_shard(publish, tmp_path):
+    """100 million rows are 6,104 shards; a shell allows 1,024 descriptors, Linux 65,530 maps."""
+    uri = publish(tmp_path, "v", sizes=(2,) * 20)
+    descriptors = list(Path("/dev/fd").iterdir())
+    pool = Pool.open(uri)
+    assert len(list(Path("/dev/fd").iterdir())) <= len(descriptors)
+    if MAPS.exists():
+        lines = [line for line in MAPS.read_text().splitlines() if f"{uri}/" in line]
+        assert 0 < len(lines) <= 5 * 20 + 1
+        matrix = pool.shards[7].vectors.matrix
+        del pool
+        gc.collect()
+        (line,) = [line for line in MAPS.read_text().splitlines() if f"{uri}/" in line]
+        assert line.endswith("vectors/part-00007.npy")
+        assert matrix.tolist() == [[14.0] * WIDTH, [15.0] * WIDTH]
+
+
+@pytest.mark.parametrize("name", ["vectors/part-00001.npy", "rows/part-00001.arrow"])
+def test_too_many_open_files_are_no_damage(pools, name):
+    folder = pools / "p" / "v1"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    descriptors: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        with pytest.raises(OSError) as full:
+            while True:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+        assert full.value.errno == errno.EMFILE
+        with pytest.raises(OSError, match=r"Too many open files") as failed:
+            if name.startswith("rows"):
+                open_shard(folder, "part-00001", manifest, WIDTH)
+            else:
+                load_matrix(folder / name, np.float32, (1, WIDTH))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert failed.value.errno == errno.EMFILE
 
 
 def test_an_id_that_comes_twice_is_refused_by_name(publish, tmp_path):

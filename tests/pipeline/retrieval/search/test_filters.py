@@ -103,7 +103,7 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     ]
     assert len(set(table["content_hash"].to_pylist())) == 3
     assert record.dropped == {
-        "no column kind": 1, "a column to filter by has neither text nor a number": 1,
+        "no column kind": 1, "embed.filter_columns[0] kind: list; allowed: text, numbers, dates": 1,
     }  # fmt: skip
     assert record.counts == {"records": 5}
 
