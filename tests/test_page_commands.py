@@ -218,6 +218,7 @@ def inputs(
         "corpora/reddit": reddit,
         "encoders/reddit": encoder,
         "models/all-MiniLM-L6-v2": Path(made["published"]) / "context",
+        "sentence-transformers/all-MiniLM-L6-v2": Path(made["published"]) / "context",
         "models/bert-base-uncased": encoder,
         "tokenizers/subwords": Path(made["subwords"]),
         **{f"{above}rankers/{name}": model for name, model in rankers.items()
