@@ -54,6 +54,7 @@ def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.long  # 37 s; the corpus below is killed in the same way
 def test_a_pool_is_that_of_an_undisturbed_run(
     killed_in_mid_run, run_job_here, tiny_ranker, tmp_path
 ):

@@ -267,6 +267,7 @@ def require_two_replicas_with_tokens(cluster: Cluster, model: Artifact) -> None:
     assert [replica["state"] for replica in ranker["replicas"]] == ["RUNNING"] * 2
 
 
+@pytest.mark.long  # 40 s; the long demo of a cluster deploys the file, too
 def test_the_file_for_a_cluster_starts_by_the_last_step_of_the_workflow(cluster, lake, model):
     """The code is this checkout's, from an archive that `jobs.deploy` writes into the bucket."""
     file = cluster.write("service.yaml", (SERVE / "config.cluster.yaml").read_text(), lake)

@@ -96,6 +96,7 @@ def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
     assert "broken-2 resumes broken" in again.stderr
 
 
+@pytest.mark.long  # 24 s
 def test_a_job_whose_process_dies_is_sent_again(send, dies, tmp_path):
     deaths = dies("generate_dump", 2, -11)
     done = send("--env", *deaths, "--wait", "--name", "dying", "--", *dump(tmp_path))
