@@ -107,7 +107,7 @@ def run(config: Config) -> program.Summary:
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)
     with tracking.start("pretrain", out) as tracked, cluster.session(for_tasks=True):
         trained = launch.fit(
-            recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
+            recipe, task.steps, config.resources, out, tracked, "pretrain",
             start=state_uri(earlier),
         )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import ray
 import ray.train
@@ -42,6 +42,7 @@ from pipeline.training.checkpoints import (
     write_state,
 )
 from pipeline.training.data_parallel import distribute
+from pipeline.training.distributed import agree_on_precision
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
 from pipeline.training.restarts import RetryMachinesOnly
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from pipeline.tracking import Run
 
 _CHECKPOINTS, _RUN = "_checkpoints", "training"  # folders of the draft
-_PRECISION = "_precision"  # of the draft: the precision that the first rank trained in
+_PRECISION = "_precision"  # of the draft: the precision that all ranks trained in
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
@@ -70,7 +71,12 @@ Keep = Callable[[Path, dict[str, float]], None]
 
 
 class Recipe(Protocol):
-    """Builds a rank's task; it travels to the workers."""
+    """Builds a rank's task; a dataclass, which travels to the workers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def loop(self) -> LoopConfig: ...
 
     def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the inputs."""
@@ -81,7 +87,6 @@ class _Assignment:
     """The instructions for every worker."""
 
     recipe: Recipe
-    loop: LoopConfig
     workers: Workers
     threads: int
     draft: Draft
@@ -114,7 +119,6 @@ class Trained:
 
 def fit(
     recipe: Recipe,
-    loop: LoopConfig,
     steps: int,
     workers: Workers,
     draft: Draft,
@@ -134,14 +138,14 @@ def fit(
         if executors.current():
             threads = torch.get_num_threads()
             return _fit_in_this_process(
-                _Assignment(recipe, loop, workers, threads, draft, "", start), show
+                _Assignment(recipe, workers, threads, draft, "", start), show
             )
         threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
         await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
         unlisted = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN))
         with listening(show) as messages:
             return _fit_on_cluster(
-                _Assignment(recipe, loop, workers, threads, draft, unlisted, start), messages
+                _Assignment(recipe, workers, threads, draft, unlisted, start), messages
             )
 
 
@@ -159,7 +163,7 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
             storage_path=draft.path(_CHECKPOINTS),
             failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
             checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=assignment.loop.keep_checkpoints
+                num_to_keep=assignment.recipe.loop.keep_checkpoints
             ),
             callbacks=[RetryMachinesOnly()],
         ),
@@ -192,7 +196,7 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
         uris.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
         storage.upload(local, uris[-1])
         shutil.rmtree(local)
-        while len(uris) > assignment.loop.keep_checkpoints:
+        while len(uris) > assignment.recipe.loop.keep_checkpoints:
             storage.delete(uris.pop(0))
 
     assignment = replace(assignment, checkpoint=newest_readable(uris))
@@ -306,14 +310,18 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
     assignment, device = rank.assignment, rank.device
     if device.type == "cpu":
         cpu.keep_memory()
+    precision = agree_on_precision(assignment.recipe.loop.precision, device)
+    loop = replace(assignment.recipe.loop, precision=precision)
+    assignment = replace(assignment, recipe=replace(assignment.recipe, loop=loop))
+    rank = replace(rank, assignment=assignment)
     task = rank.build_task()
-    prepare_for_training(task.module, device, assignment.loop.precision)
+    prepare_for_training(task.module, device, precision)
     model = distribute(task.module, device, assignment.workers.shard_weights)
-    if assignment.loop.compile:
+    if loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     reports = _Reports(rank)
     listener = Listener(reports.progress, reports.checkpoint, reports.save_bad_batch)
-    train(task, model, assignment.loop, device, rank.number, listener, reports.resume)
+    train(task, model, loop, device, rank.number, listener, reports.resume)
     sharded = is_sharded(task.module)
     weights = weights_of(task.module) if sharded else {}  # a collective call
     if rank.number == 0:
@@ -324,7 +332,6 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
             task.save(Path(folder))
             storage.delete(assignment.draft.path("_model"))
             storage.upload(Path(folder), assignment.draft.path("_model"))
-        precision = resolve_precision(assignment.loop.precision, device)
         storage.write_bytes(assignment.draft.path(_PRECISION), precision.encode())
     return reports.metrics
 
@@ -371,7 +378,7 @@ class _Reports:
         """Operations a second of this rank's device; measuring them takes a second."""
         return peak_flops(
             self._rank.device,
-            resolve_precision(self._rank.assignment.loop.precision, self._rank.device),
+            resolve_precision(self._rank.assignment.recipe.loop.precision, self._rank.device),
         ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:

@@ -385,6 +385,17 @@ def test_an_encoder_that_is_not_there_is_refused(refused, tmp_path):
     assert "config.json is missing" in refused(encoder=tmp_path / "none")
 
 
+@pytest.mark.parametrize("options", [
+    ["--ranker.architecture", "cross"], ["--ranker.share-towers", "true"],
+])  # fmt: skip
+def test_one_encoder_does_not_start_from_a_ranker_with_two(refused, tiny_ranker, options):
+    """It would get the contexts' encoder, which never read a reply."""
+    start = tiny_ranker("bi")
+    refusal = refused(*options, encoder=start.uri)
+    assert f"--encoder {start.uri}: has an encoder for contexts and another one for" in refusal
+    assert "--ranker.share-towers true" in refusal and "/context_encoder" in refusal
+
+
 @pytest.mark.parametrize("missing", ["tokenizer", "weights"])
 def test_an_encoder_that_is_not_whole_is_refused(refused, encoder, tmp_path, missing):
     folder = tmp_path / "encoder"
