@@ -211,8 +211,9 @@ class Scaled:
 
 
 def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
-    """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
-    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
+    """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
+    API, pools and the service do."""
+    ranker = inference.prepare(load_ranker(model.local()), best_device(), precision)
     return RankerScorer(ranker, label)
 
 

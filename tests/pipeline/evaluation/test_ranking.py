@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,16 @@ from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
-from pipeline.evaluation.ranking import RankerScorer, join_rankings, latency, own_scores, rank
+from pipeline.evaluation.ranking import (
+    RankerScorer,
+    join_rankings,
+    latency,
+    load_scorer,
+    own_scores,
+    rank,
+)
 from pipeline.evaluation.results import Measurement
+from pipeline.ranking.ranker import Ranker
 from pipeline.tasks.actors import Actors
 
 ASKED = [
@@ -70,6 +79,22 @@ def test_questions_may_have_different_numbers_of_candidates(tiny, architecture):
         assert found.losses_N[number] == pytest.approx(
             np.log(np.exp(alone - right).sum()), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_evaluated_is_what_python_and_the_service_compute(
+    tiny, tmp_path, monkeypatch, architecture, precision
+):
+    """In bf16 these had bf16 weights, and an evaluation autocast of float32 ones: other scores."""
+    monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 8)  # one batch, as there
+    tiny.ranker(architecture=architecture).save(tmp_path)
+    model = SimpleNamespace(local=lambda: tmp_path)
+    asked = Questions.of([ASKED[1]])
+    evaluated = load_scorer(model, precision=precision).prepare(asked).scores(asked)[0]
+    ranker = Ranker.load(tmp_path, precision=precision, device="cpu")
+    served = ranker.rank(ASKED[1].context, ASKED[1].candidates)
+    assert sorted(evaluated.tolist(), reverse=True) == [result.score for result in served.results]
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
