@@ -143,6 +143,9 @@ def _check(config: Config) -> None:
         open_tokenizer(config.tokenizer)
     workers, lanes = config.resources, config.pretrain.lanes
     if workers.shard_weights:  # all ranks compute as many micro-batches, or one waits for ever
+        # FSDP2 over gloo: 2 of 79 trainings ended in a segmentation fault.
+        require(workers.gpu, "resources.shard_weights", True, "false without resources.gpu true: on CPUs "
+                "it is not reliable")  # fmt: skip
         require(lanes % workers.workers == 0, "resources.workers", workers.workers,
                 f"a divisor of {lanes}, the micro-batches of a step, with "
                 "resources.shard_weights")  # fmt: skip

@@ -141,8 +141,8 @@ class Workers:
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False
-    """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
-    encoders that do not fit on one GPU; else every worker holds all of them."""
+    """jobs.pretrain on GPUs: weights, gradients and optimizer state are sharded over the workers (FSDP2),
+    for encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
     """How often dead workers are replaced in the whole run; each time the run continues from the last
     checkpoint. The same command, started again, counts from 0."""

@@ -273,15 +273,6 @@ def test_a_run_starts_with_fewer_workers_where_no_more_fit(run_job, command, who
     assert curve(encoder) == pytest.approx(curve(whole.artifact), abs=1e-3)
 
 
-@pytest.mark.long
-def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
-    argv = command(tmp_path / "sharded", "--resources.shard-weights", "true")
-    assert run_job("pretrain", *argv).summary["counts"]["steps"] == STEPS
-    found = weights(open_artifact(str(tmp_path / "sharded"), "encoder"))
-    for name, value in weights(whole.artifact).items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
-
-
 @pytest.mark.slow
 def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path, monkeypatch):
     """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
@@ -507,24 +498,24 @@ def test_a_published_run_continues_with_more_steps(
     assert "has no training_state" in refusal(*more)
 
 
+SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
         (["--weights", "[1, 2]"], ["weights", "1: one for each corpus"]),
         (["--resources.workers", 5], ["resources.workers: 5", "at most 4"]),
         (
-            ["--resources.workers", 3, "--resources.shard-weights", "true"],
+            ["--resources.shard-weights", "true"],
+            ["resources.shard_weights: True", "false without resources.gpu true"],
+        ),
+        (
+            [*SHARDED, "--resources.workers", 3],
             ["resources.workers: 3", "a divisor of 4"],
         ),
         (
-            [
-                "--resources.workers",
-                4,
-                "--resources.min-workers",
-                2,
-                "--resources.shard-weights",
-                "true",
-            ],
+            [*SHARDED, "--resources.workers", 4, "--resources.min-workers", 2],
             ["resources.min_workers: 2", "each number up to 4 divides 4"],
         ),
         (
@@ -666,7 +657,7 @@ def test_the_memory_of_a_dry_run_has_all_that_the_way_back_needs(
     weights = 16 * whole["parameters"]
     activations = whole["estimate"]["memory_bytes"] - weights
     assert activations > layers * (inputs_of_matrices + weights_of_attention)
-    sharded = said("--resources.shard-weights", "true")["estimate"]["memory_bytes"]
+    sharded = said(*SHARDED)["estimate"]["memory_bytes"]
     assert sharded == weights // 2 + activations
     recomputed = said("--pretrain.gradient-checkpointing", "true")
     assert recomputed["estimate"]["memory_bytes"] - weights < activations / 3
