@@ -42,7 +42,7 @@ from pipeline.training import estimate
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
-from pipeline.training.resuming import newest_readable, read_saved
+from pipeline.training.resuming import read_saved
 from tests.helpers import wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
@@ -156,22 +156,13 @@ def curve(encoder: Artifact, since_ms: int = 0, name: str = "loss") -> dict[int,
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The folders that Ray has registered, the oldest first; the others may be in the making."""
-    root = Path(f"{output}.partial") / "_checkpoints" / "training"
-    try:
-        snapshot = json.loads((root / "checkpoint_manager_snapshot.json").read_text())
-    except (OSError, ValueError):  # not there, or being written
-        return []
-    return [root / entry["checkpoint_dir_name"] for entry in snapshot["checkpoint_results"]]
-
-
-def last_checkpoint(output: Path) -> Path:
-    """The one from which a run goes on. Where the kill has truncated Ray's list, that is the newest whole
-    one."""
-    if listed := checkpoints(output):
-        return listed[-1]
-    root = Path(f"{output}.partial") / "_checkpoints" / "training"
-    return Path(newest_readable([str(path) for path in sorted(root.glob("checkpoint_*"))]))
+    """The folders that are whole, the oldest first; the others may be in the making."""
+    found = []
+    for folder in sorted(Path(f"{output}.partial").glob("_checkpoints/training_*/checkpoint_*")):
+        with suppress(BadInput, OSError):
+            read_saved(folder)
+            found.append(folder)
+    return found
 
 
 def processes(title: bytes) -> Iterator[int]:
@@ -241,7 +232,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_weights(
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).wait(timeout=60)
     assert not output.exists()
-    last = last_checkpoint(output)
+    last = checkpoints(output)[-1]
     resumed_at = read_saved(last).state["step"]
     partial = last.with_name("checkpoint_2100-01-01_00-00-00.000000")
     partial.mkdir()

@@ -57,7 +57,7 @@ def trained(
     convai2_corpus, encoder, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], SimpleNamespace]:
     """`trained("poly")`: a ranker trained in this process. The bi-encoder starts from `encoder`, with
-    relative paths and a name in the registry; the others start from the bi-encoder."""
+    relative paths and a name in the registry; the poly-encoder starts from the bi-encoder."""
     home = tmp_path_factory.mktemp("training")
 
     @functools.cache
@@ -69,10 +69,9 @@ def trained(
                 "bi", "corpus", "encoder", "rankers/bi", "--register-as", "tiny-bi",
             )  # fmt: skip
         else:
-            argv = arguments(
-                architecture, convai2_corpus.uri, train("bi").artifact.uri,
-                home / "rankers" / architecture,
-            )  # fmt: skip
+            start = train("bi").artifact.uri if architecture == "poly" else encoder
+            output = home / "rankers" / architecture
+            argv = arguments(architecture, convai2_corpus.uri, start, output)
         with pytest.MonkeyPatch.context() as patch, executors.in_this_process():
             patch.chdir(home)
             summary = finetune.run(parse(finetune.Config, argv, "test"))
