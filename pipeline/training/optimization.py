@@ -41,7 +41,7 @@ def optimization(
 ) -> Optimization:
     """The optimization by the settings, for the parameters of `module` that are trained.
 
-    `new_weights` start at random and learn `new_weights_factor` times as fast. `token_tables`: the
+    `new_weights` start at random and learn `head_lr_factor` times as fast. `token_tables`: the
     tables that the setting of that name is about.
 
     Raises BadInput where that setting needs some and there are none.
@@ -118,7 +118,7 @@ def _optimizer(
     for parameter in parameters:
         decays = parameter.dim() > 1 and id(parameter) not in undecayed_ids
         decay = config.weight_decay if decays else 0.0
-        factor = config.new_weights_factor if id(parameter) in new_ids else 1.0
+        factor = config.head_lr_factor if id(parameter) in new_ids else 1.0
         groups.setdefault((decay, factor), []).append(parameter)
     param_groups: list[dict[str, Any]] = [
         {"params": members, "weight_decay": decay, "factor": factor}

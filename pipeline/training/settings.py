@@ -19,7 +19,7 @@ class OptimizationConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    new_weights_factor: float = field(
+    head_lr_factor: float = field(
         default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
     )
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
@@ -57,7 +57,7 @@ class OptimizationConfig:
     batch looks up decay, by an L2 penalty in the gradient (ConveRT)."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "new_weights_factor", "max_gradient_norm", "epsilon"):
+        for name in ("learning_rate", "head_lr_factor", "max_gradient_norm", "epsilon"):
             require(getattr(self, name) > 0, f"loop.{name}", getattr(self, name), "above 0")
         require(
             0 <= self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps) >= 1,

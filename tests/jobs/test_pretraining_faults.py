@@ -514,8 +514,8 @@ SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
             ["validate_every_epochs: 0", "validate_every_steps 2000"],
         ),
         (
-            ["--loop.new-weights-factor", 3],
-            ["loop.new_weights_factor: 3.0 has", "(no option here)"],
+            ["--loop.head-lr-factor", 3],
+            ["loop.head_lr_factor: 3.0 has", "(no option here)"],
         ),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
         (

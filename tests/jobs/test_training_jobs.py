@@ -281,9 +281,9 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
             ["negatives_from: 'both'", "'batch' or 'given' with ranker.architecture 'cross'"],
         ),
         (
-            ["--ranker.architecture", "convert", "--loop.new-weights-factor", 3],
+            ["--ranker.architecture", "convert", "--loop.head-lr-factor", 3],
             [
-                "loop.new_weights_factor: 3.0 has no effect",
+                "loop.head_lr_factor: 3.0 has no effect",
                 "'bi', 'poly', 'cross' (here 'convert')",
             ],
         ),
@@ -506,7 +506,7 @@ def test_a_published_ranker_continues_with_more_steps(
     assert "finetune.epochs: 0.01" in few and "--continue-from has 6" in few
     assert "ranker.m is 3 there, 4 here" in refusal(10, "--ranker.m", 4)
     assert "finetune.batch_examples is 8" in refusal(10, "--finetune.batch-examples", 4)
-    assert "loop.new_weights_factor is 10.0" in refusal(10, "--loop.new-weights-factor", 1)
+    assert "loop.head_lr_factor is 10.0" in refusal(10, "--loop.head-lr-factor", 1)
     assert "corpus is [" in refusal(10, "--corpus", reddit_corpus.uri)
     assert "encoder is [" in refusal(10, "--encoder", tiny_ranker("bi").uri)
 

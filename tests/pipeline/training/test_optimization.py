@@ -188,7 +188,7 @@ def test_a_longer_run_has_the_same_rates_so_far_where_the_schedule_has_no_end():
 def test_settings_reach_the_optimizer(name, kind):
     module = Embedded()
     config = LoopConfig(optimizer=name, learning_rate=0.3, epsilon=1e-5, betas=(0.7, 0.8),
-                        weight_decay=0.2, new_weights_factor=3.0)  # fmt: skip
+                        weight_decay=0.2, head_lr_factor=3.0)  # fmt: skip
     made = optimization(config, module, 10, [module.layer.weight])
     assert type(made.optimizer) is kind
     made.set_rate(0.1)
