@@ -108,7 +108,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     with tracking.start("finetune", out) as tracked, cluster.session(for_tasks=True):
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
-            recipe, config.loop, task.steps, config.resources, out, tracked, label, watch,
+            recipe, task.steps, config.resources, out, tracked, label, watch,
             start=state_uri(earlier),
         )  # fmt: skip
         metrics = trained.metrics
@@ -129,11 +129,22 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
 
 def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
-    """Raises BadInput for a tokenizer alone, unless the architecture starts from one."""
+    """Raises BadInput for a tokenizer alone, unless the architecture starts from one, and for a ranker with
+    two encoders where the new one has one: neither of them has read contexts and candidates."""
     if reference.get("kind") == "tokenizer" and not config.ranker.starts_from_tokenizer:
         raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
                        "a transformers directory or a hub id), or --ranker.architecture convert, which "
                        "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
+    needs_one = not (config.ranker.has_two_towers or config.ranker.starts_from_tokenizer)
+    if (
+        reference.get("kind") == "ranker"
+        and needs_one
+        and read_settings(config.encoder).has_two_towers
+    ):
+        raise BadInput(f"--encoder {config.encoder}: has an encoder for contexts and another one for "
+                       "candidates, and the new ranker has one for both; allowed: a ranker trained with "
+                       f"--ranker.share-towers true, or one encoder of this one, such as {config.encoder}"
+                       "/context_encoder, which has read no candidates")  # fmt: skip
 
 
 def _sized_as_encoder(config: Config, reference: Mapping[str, Any]) -> RankerConfig:

@@ -96,6 +96,20 @@ def corpora_of(artifact: Artifact) -> set[str]:
     return fingerprints
 
 
+def corpora_read_for(model: Artifact) -> set[str]:
+    """Fingerprints of all corpora that a model may have learnt answers from: its own, its encoder's and its
+    teachers'. A tokenizer has learnt words alone."""
+    fingerprints = set[str]()
+    references: list[dict[str, Any]] = [model.reference()]
+    while references:
+        reference = references.pop()
+        if reference["kind"] == "corpus":
+            fingerprints.add(str(reference["fingerprint"]))
+        if reference["kind"] != "tokenizer":
+            references += (reference.get("inputs") or {}).values()
+    return fingerprints
+
+
 def open_artifact(uri: str, *kinds: str) -> Artifact:
     """Returns the artifact at `uri`, which is of one of the `kinds`, with complete files.
 

@@ -99,9 +99,9 @@ def fields_of(config_class: type, prefix: str = "") -> Iterator[tuple[str, Any, 
             yield from fields_of(group, f"{name}.")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_what_an_option_is_read_with_are_options_and_values_of_its_job(verb):
-    fields = list(fields_of(config_of(verb)))
+def test_what_an_option_is_read_with_are_options_and_values_of_a_job():
+    """Jobs share groups: loop.head_lr_factor names ranker.architecture, which jobs.pretrain has not."""
+    fields = [field for verb in VERBS for field in fields_of(config_of(verb))]
     for name, _, metadata in fields:
         for condition in metadata.get("conditions", ()):
             for option, values in condition.items():
@@ -109,7 +109,7 @@ def test_what_an_option_is_read_with_are_options_and_values_of_its_job(verb):
                 if not types:  # an option of another job that has these settings, too
                     continue
                 choices = [choice for hint in types for choice in get_args(hint)]
-                assert isinstance(values, tuple), name
+                assert isinstance(values, tuple) and types, name
                 assert all(value in choices or type(value) in types for value in values), name
 
 

@@ -295,7 +295,7 @@ def _embedding(
 ) -> list[BenchmarkRow]:
     """Responses of the train split, tokenizing included."""
     artifact = open_artifact(str(bi_encoder), "ranker")
-    ranker = inference.place(load_ranker(artifact.local()), device)
+    ranker = inference.prepare(load_ranker(artifact.local()), device)
     texts = list[str]()
     for uri in open_artifact(corpus, "corpus").files("train/", ".parquet"):
         with storage.open_input(uri) as stream:

@@ -26,7 +26,8 @@ TOP = 5
 _QUESTIONS_AT_ONCE = 256
 _TEXTS_AT_ONCE = 8192
 _PAIRS_AT_ONCE = 4096
-_LOGITS_AT_ONCE = 1 << 24  # of float32; scoring holds some four arrays of them: 256 MB
+# float32: logits, of which scoring holds some four arrays, or vectors of candidates; 256 MB, or 64 MB.
+_NUMBERS_AT_ONCE = 1 << 24
 _WARM_UP = 5
 _WARM_UP_S = 5.0
 _LATENCY_S = 20.0
@@ -210,8 +211,9 @@ class Scaled:
 
 
 def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
-    """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
-    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
+    """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
+    API, pools and the service do."""
+    ranker = inference.prepare(load_ranker(model.local()), best_device(), precision)
     return RankerScorer(ranker, label)
 
 
@@ -256,8 +258,9 @@ class PreparedDual:
         vectors_NMD, mask_NM = inference.context_vectors(
             self.ranker, questions.contexts, self.batch_tokens
         )
-        m = vectors_NMD.shape[1]
-        step = max(1, _LOGITS_AT_ONCE // (m * max(own, min(shared, _TEXTS_AT_ONCE))))
+        m, d = vectors_NMD.shape[1:]
+        numbers = max(m * max(own, min(shared, _TEXTS_AT_ONCE)), own * d)
+        step = max(1, _NUMBERS_AT_ONCE // numbers)
         scores_NC = np.empty((len(questions), own + shared), np.float32)
         with torch.inference_mode():
             for start in range(0, len(questions), step):

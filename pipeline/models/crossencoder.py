@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +25,20 @@ class CrossEncoder(PairNetwork):
         self.output_scaling = config.output_scaling
         self.pooler = nn.Linear(encoder.width, encoder.width) if config.pooler else None
         self.score = nn.Linear(encoder.width, 1)
+        self._has_new_head = True
         for layer in (self.pooler, self.score):
             if layer is not None:
                 nn.init.normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
+
+    def start_score(self, weights: Mapping[str, Tensor]) -> None:
+        """Starts from the score of a pre-trained head."""
+        self.score.load_state_dict(weights)
+        self._has_new_head = False
+
+    @property
+    def new_weights(self) -> Sequence[nn.Parameter]:
+        return super().new_weights if self._has_new_head else ()
 
     def score_pairs(self, tokens: Tokens) -> Tensor:
         """[N] for N pairs, float32."""

@@ -46,6 +46,15 @@ def false_negatives(keys_CS: Tensor, label_B: Tensor) -> Tensor:
     return is_same_BC & (torch.arange(len(keys_CS), device=keys_CS.device) != label_B[:, None])
 
 
+@torch.no_grad()
+def right_above_all(scores_BC: Tensor, label_B: Tensor, excluded_BC: Tensor) -> Tensor:
+    """[B] bool: whether the right candidate scores above all others that count. A tie is none, so that a
+    scorer that has collapsed to one number is never right."""
+    label_B1 = label_B[:, None]
+    others_BC = scores_BC.masked_fill(excluded_BC, -torch.inf).scatter(1, label_B1, -torch.inf)
+    return scores_BC.gather(1, label_B1)[:, 0] > others_BC.amax(dim=1)
+
+
 def distillation_kl(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
     """Mean KL divergence of the student's softmax from the teacher's, in nats (Hinton et al., 2015).
 

@@ -42,6 +42,11 @@ class Network(nn.Module):
         buffers."""
 
     @property
+    def new_weights(self) -> Sequence[nn.Parameter]:
+        """The weights that start at random beside pre-trained ones."""
+        return [value for name, value in self.named_parameters() if "encoder." not in name]
+
+    @property
     def token_tables(self) -> Sequence[nn.Parameter]:
         """Embedding tables of tokens that training may treat apart
         (`OptimizationConfig.token_tables`)."""

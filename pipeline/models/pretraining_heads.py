@@ -21,7 +21,7 @@ from transformers import AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.config import BadInput
-from pipeline.models.losses import false_negatives, ranking_loss
+from pipeline.models.losses import false_negatives, ranking_loss, right_above_all
 from pipeline.models.reduction import reduce
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
@@ -199,8 +199,7 @@ def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tens
         label_B = torch.arange(count, device=vectors.device)
         excluded_BB = false_negatives(response_keys_B[:, None], label_B)
         loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * count
-    best_B = scores_BB.detach().masked_fill(excluded_BB, -torch.inf).argmax(dim=1)
-    return loss_sum, (best_B == label_B).sum().float()
+    return loss_sum, right_above_all(scores_BB, label_B, excluded_BB).sum().float()
 
 
 class _BaseStub(nn.Module):

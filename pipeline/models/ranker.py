@@ -175,7 +175,7 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     if isinstance(config, ConvertConfig):
         return Ranker(config, *convert.new(config, encoder_folder, seed))
     encoder, candidate_encoder = Encoder.load(encoder_folder), None
-    if _has_two_towers(config) and encoder_folder.name == _CONTEXTS:
+    if config.has_two_towers and encoder_folder.name == _CONTEXTS:
         candidate_folder = encoder_folder.parent / _CANDIDATES
         candidate_encoder = Encoder.load(candidate_folder) if candidate_folder.exists() else None
     tokenizer = Tokenizer.load(encoder_folder)
@@ -184,7 +184,7 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     if isinstance(network, CrossEncoder) and network.pooler is None:
         next_head = read_next_head(encoder_folder, encoder.width)
         if next_head:
-            network.score.load_state_dict(next_head)
+            network.start_score(next_head)
     return Ranker(config, tokenizer, network)
 
 
@@ -201,7 +201,7 @@ def load_ranker(folder: Path) -> Ranker:
         return Ranker(config, *convert.load(config, folder)).eval()
     name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS
     encoder = Encoder.load(folder / name)
-    candidate_encoder = Encoder.load(folder / _CANDIDATES) if _has_two_towers(config) else None
+    candidate_encoder = Encoder.load(folder / _CANDIDATES) if config.has_two_towers else None
     network = new_network(config, encoder, candidate_encoder)
     try:
         head = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
@@ -252,15 +252,11 @@ def new_network(
     return NETWORKS[type(config)](encoder, candidate_encoder, config)
 
 
-def _has_two_towers(config: RankerConfig) -> bool:
-    return isinstance(config, DualConfig) and not config.share_towers
-
-
 def _towers(network: OnEncoder, config: RankerConfig) -> dict[str, Encoder]:
     if isinstance(network, CrossEncoder):
         return {_ONLY: network.encoder}
     towers = {_CONTEXTS: network.context_encoder}
-    if _has_two_towers(config):
+    if config.has_two_towers:
         towers[_CANDIDATES] = network.candidate_encoder
     return towers
 

@@ -79,6 +79,11 @@ class ScorerConfig:
         return self.vectors_per_context > 0
 
     @property
+    def has_two_towers(self) -> bool:
+        """Whether contexts and candidates have encoders of their own."""
+        return False
+
+    @property
     def starts_from_tokenizer(self) -> bool:
         """Whether a tokenizer is enough to start from; the others start from an encoder."""
         return False
@@ -163,6 +168,10 @@ class DualConfig(OnEncoderConfig):
                 "widths >= 1")  # fmt: skip
         require(self.dimensions in (0, *self.matryoshka), "ranker.dimensions", self.dimensions,
                 f"0, or a width that was trained for: {list(self.matryoshka)}")  # fmt: skip
+
+    @property
+    def has_two_towers(self) -> bool:
+        return not self.share_towers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from pipeline.training.settings import TRAINING_STATE
 # The optimizer's state holds these, and the seed decides which examples have been read.
 _FIXED = tuple(
     f"loop.{name}" for name in
-    ("optimizer", "betas", "epsilon", "weight_decay", "new_weights_factor", "token_tables", "seed")
+    ("optimizer", "betas", "epsilon", "weight_decay", "head_lr_factor", "token_tables", "seed")
 )  # fmt: skip
 
 

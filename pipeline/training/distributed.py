@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.models.precision import Precision, Resolved, resolve_precision
+
 ItemT = TypeVar("ItemT")
 
 
@@ -62,6 +64,15 @@ def gather_items(items: list[ItemT]) -> list[ItemT]:
     parts: list[list[ItemT]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
+
+
+def agree_on_precision(name: Precision, device: torch.device) -> Resolved:
+    """What `name` stands for on the hardware of all ranks: bf16 where each of them computes in it. A
+    collective call."""
+    is_bf16 = torch.tensor(int(resolve_precision(name, device) == "bf16"), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(is_bf16, dist.ReduceOp.MIN)
+    return "bf16" if is_bf16 else "fp32"
 
 
 def rank() -> int:

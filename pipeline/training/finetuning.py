@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.artifact import Artifact, corpora_of
+from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
 from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
@@ -31,7 +31,7 @@ from pipeline.training.objectives import (
     Objective,
     PairModule,
 )
-from pipeline.training.optimization import Optimization, optimization
+from pipeline.training.optimization import optimization
 from pipeline.training.settings import LoopConfig
 from pipeline.training.validation import Validation
 
@@ -68,10 +68,12 @@ class Finetuning:
         return paths[self.finetune.held_out :: folds] if folds > 1 else []
 
     def unseen(self) -> list[str]:
-        """The held-out files that were also held out from the ranker that this one starts from."""
-        held_out, start = self.held_out(), self.encoder
-        if isinstance(start, Tower) and corpora_of(start.ranker) & corpora_of(self.corpus):
-            return [path for path in held_out if path in start.ranker.manifest.get("held_out", ())]
+        """The held-out files that the model which this one starts from has not read, either. What a model
+        of others has read is unknown: it counts as unread."""
+        held_out = self.held_out()
+        start = self.encoder.ranker if isinstance(self.encoder, Tower) else self.encoder
+        if isinstance(start, Artifact) and corpora_read_for(start) & corpora_of(self.corpus):
+            return [path for path in held_out if path in start.manifest.get("held_out", ())]
         return held_out
 
     def build(self, rank: int, world: int) -> FinetuneTask:
@@ -97,20 +99,14 @@ class Finetuning:
         steps = self._steps(batches.steps_per_epoch, miner)
         chunk = self.finetune.chunk_examples
 
-        def optimize() -> Optimization:
-            # Without a pre-trained encoder all weights are alike.
-            new_weights = [
-                value for name, value in network.named_parameters() if "encoder." not in name
-            ]
-            head = new_weights if encoders else []
-            return optimization(self.loop, module, steps, head, network.token_tables)
-
         return FinetuneTask(
             ranker=ranker,
             module=module,
             batches=batches,
             steps=steps,
-            optimize=optimize,
+            optimize=lambda: optimization(
+                self.loop, module, steps, network.new_weights, network.token_tables
+            ),
             save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
             validation=self._validation(ranker, rank, world),

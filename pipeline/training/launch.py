@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import ray
 import ray.train
@@ -28,7 +28,7 @@ from pipeline.files import node_cache
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
-from pipeline.models.precision import resolve_precision
+from pipeline.models.precision import Resolved, resolve_precision
 from pipeline.tasks import executors, progress
 from pipeline.tasks.failures import cause_of
 from pipeline.tasks.messages import listening
@@ -42,15 +42,15 @@ from pipeline.training.checkpoints import (
     write_state,
 )
 from pipeline.training.data_parallel import distribute
+from pipeline.training.distributed import agree_on_precision
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
 from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.resuming import (
-    newest_readable,
+    last_checkpoint,
     read_saved,
     read_saved_at,
     read_start,
-    unlisted_checkpoint,
     write_saved,
 )
 from pipeline.training.selection import Selection
@@ -59,8 +59,7 @@ from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 if TYPE_CHECKING:
     from pipeline.tracking import Run
 
-_CHECKPOINTS, _RUN = "_checkpoints", "training"  # folders of the draft
-_PRECISION = "_precision"  # of the draft: the precision that the first rank trained in
+_CHECKPOINTS = "_checkpoints"  # a folder of the draft, with one of each attempt
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
@@ -70,7 +69,12 @@ Keep = Callable[[Path, dict[str, float]], None]
 
 
 class Recipe(Protocol):
-    """Builds a rank's task; it travels to the workers."""
+    """Builds a rank's task; a dataclass, which travels to the workers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def loop(self) -> LoopConfig: ...
 
     def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the inputs."""
@@ -81,12 +85,14 @@ class _Assignment:
     """The instructions for every worker."""
 
     recipe: Recipe
-    loop: LoopConfig
     workers: Workers
     threads: int
     draft: Draft
+    attempt: str
+    """Name of its folder. Ray Train would go on by its list of checkpoints in a folder that it knows, and
+    fail where a kill has truncated the list."""
     checkpoint: str
-    """URI of the run's last checkpoint, where Ray does not know of one; "": none."""
+    """URI of the last checkpoint of earlier attempts; "": none."""
     start: str
     """URI of the state of another run, which this one continues where it has no checkpoint; "": none."""
 
@@ -114,7 +120,6 @@ class Trained:
 
 def fit(
     recipe: Recipe,
-    loop: LoopConfig,
     steps: int,
     workers: Workers,
     draft: Draft,
@@ -131,18 +136,17 @@ def fit(
     Checkpoints lie in the draft, so the same job, started again, continues from the last one.
     """
     with _progress(label, steps, run, watch) as show:
+        threads = torch.get_num_threads()
+        if not executors.current():
+            threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
+            await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
+        attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+        checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
+        assignment = _Assignment(recipe, workers, threads, draft, attempt, checkpoint, start)
         if executors.current():
-            threads = torch.get_num_threads()
-            return _fit_in_this_process(
-                _Assignment(recipe, loop, workers, threads, draft, "", start), show
-            )
-        threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-        await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
-        unlisted = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN))
+            return _fit_in_this_process(assignment, show)
         with listening(show) as messages:
-            return _fit_on_cluster(
-                _Assignment(recipe, loop, workers, threads, draft, unlisted, start), messages
-            )
+            return _fit_on_cluster(assignment, messages)
 
 
 def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
@@ -155,11 +159,11 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
             num_workers=count, use_gpu=workers.gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
-            name=_RUN,
+            name=assignment.attempt,
             storage_path=draft.path(_CHECKPOINTS),
             failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
             checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=assignment.loop.keep_checkpoints
+                num_to_keep=assignment.recipe.loop.keep_checkpoints
             ),
             callbacks=[RetryMachinesOnly()],
         ),
@@ -176,33 +180,31 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
             signal.signal(signal.SIGINT, on_interrupt)
-    metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
-    checkpoint = result.checkpoint  # None: there was no step to train
-    uri = draft.path(_CHECKPOINTS, _RUN, Path(checkpoint.path).name) if checkpoint else ""
-    return Trained({"step": 0.0, **metrics}, uri, _precision_in(draft))
+    uri = assignment.checkpoint
+    if result.checkpoint:  # None: there was no step to train
+        name = Path(result.checkpoint.path).name
+        uri = draft.path(_CHECKPOINTS, assignment.attempt, name)
+    metrics, precision = result.return_value
+    return Trained(metrics, uri, precision)
 
 
 def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
     """Trains on one rank. It restarts nothing; the same job, started again, continues from the last
     checkpoint."""
-    folder = assignment.draft.path(_CHECKPOINTS, _RUN)
-    uris = storage.list_folders(folder)
+    folder = assignment.draft.path(_CHECKPOINTS, assignment.attempt)
+    uris = list[str]()
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
         uris.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
         storage.upload(local, uris[-1])
         shutil.rmtree(local)
-        while len(uris) > assignment.loop.keep_checkpoints:
+        while len(uris) > assignment.recipe.loop.keep_checkpoints:
             storage.delete(uris.pop(0))
 
-    assignment = replace(assignment, checkpoint=newest_readable(uris))
     with torch.random.fork_rng(devices=[]):
-        metrics = _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
-    return Trained(metrics, uris[-1] if uris else "", _precision_in(assignment.draft))
-
-
-def _precision_in(draft: Draft) -> str:
-    return storage.read_bytes(draft.path(_PRECISION)).decode()
+        rank = _Rank(assignment, 0, 1, best_device(), show, keep, lambda: None)
+        metrics, precision = _train_rank(rank)
+    return Trained(metrics, uris[-1] if uris else assignment.checkpoint, precision)
 
 
 @contextmanager
@@ -259,8 +261,8 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(assignment: _Assignment, messages: Queue) -> None:
-    """One worker of Ray Train."""
+def _work(assignment: _Assignment, messages: Queue) -> tuple[dict[str, float], Resolved]:
+    """One worker of Ray Train; returns what `_train_rank` returns."""
     context = ray.train.get_context()
     torch.set_num_threads(assignment.threads)
     device = best_device()
@@ -280,7 +282,7 @@ def _work(assignment: _Assignment, messages: Queue) -> None:
         messages.put((step, metrics))
 
     rank, world = context.get_world_rank(), context.get_world_size()
-    _train_rank(_Rank(assignment, rank, world, device, send, keep, _read_ray_checkpoint))
+    return _train_rank(_Rank(assignment, rank, world, device, send, keep, _read_ray_checkpoint))
 
 
 @dataclass(frozen=True)
@@ -295,25 +297,30 @@ class _Rank:
     """Called on the first rank alone."""
     keep: Keep
     saved: Callable[[], Saved | None]
-    """Reads this run's last checkpoint; None: there is none yet."""
+    """Reads this attempt's last checkpoint; None: there is none yet."""
 
     def build_task(self) -> Task:
         return self.assignment.recipe.build(self.number, self.world)
 
 
-def _train_rank(rank: _Rank) -> dict[str, float]:
-    """Builds the rank's task, restores the last checkpoint, trains, saves; returns the last metrics."""
+def _train_rank(rank: _Rank) -> tuple[dict[str, float], Resolved]:
+    """Builds the rank's task, restores the last checkpoint, trains, saves; returns the last metrics and the
+    precision."""
     assignment, device = rank.assignment, rank.device
     if device.type == "cpu":
         cpu.keep_memory()
+    precision = agree_on_precision(assignment.recipe.loop.precision, device)
+    loop = replace(assignment.recipe.loop, precision=precision)
+    assignment = replace(assignment, recipe=replace(assignment.recipe, loop=loop))
+    rank = replace(rank, assignment=assignment)
     task = rank.build_task()
-    prepare_for_training(task.module, device, assignment.loop.precision)
+    prepare_for_training(task.module, device, precision)
     model = distribute(task.module, device, assignment.workers.shard_weights)
-    if assignment.loop.compile:
+    if loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     reports = _Reports(rank)
     listener = Listener(reports.progress, reports.checkpoint, reports.save_bad_batch)
-    train(task, model, assignment.loop, device, rank.number, listener, reports.resume)
+    train(task, model, loop, device, rank.number, listener, reports.resume)
     sharded = is_sharded(task.module)
     weights = weights_of(task.module) if sharded else {}  # a collective call
     if rank.number == 0:
@@ -324,9 +331,7 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
             task.save(Path(folder))
             storage.delete(assignment.draft.path("_model"))
             storage.upload(Path(folder), assignment.draft.path("_model"))
-        precision = resolve_precision(assignment.loop.precision, device)
-        storage.write_bytes(assignment.draft.path(_PRECISION), precision.encode())
-    return reports.metrics
+    return reports.metrics, precision
 
 
 class _Reports:
@@ -371,7 +376,7 @@ class _Reports:
         """Operations a second of this rank's device; measuring them takes a second."""
         return peak_flops(
             self._rank.device,
-            resolve_precision(self._rank.assignment.loop.precision, self._rank.device),
+            resolve_precision(self._rank.assignment.recipe.loop.precision, self._rank.device),
         ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:

@@ -188,7 +188,9 @@ def train(
             batches = task.batches.start(cursors if cursor is None else _gather_cursors(cursor))
             model.train()
         batch, cursor = meter.time_wait(next, batches)
-        rate = optimization.learning_rate * optimization.rate_share(step) * selection.share
+        rate = (
+            optimization.learning_rate * optimization.lr_multiplier(step) * selection.plateau_factor
+        )
         optimization.set_rate(rate)
         torch.manual_seed(_step_seed(config.seed, step, rank))
         task.before_step(step)

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
-from pipeline.models.losses import TEACHING, cosine_loss, false_negatives, ranking_loss
+from pipeline.models.losses import (
+    TEACHING,
+    cosine_loss,
+    false_negatives,
+    ranking_loss,
+    right_above_all,
+)
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import TEACHER_RESPONSE, DualBatch, PairBatch
@@ -137,9 +143,8 @@ class DualModule(Objective):
                     )
             parts.append(torch.stack(losses).mean())
             if not metrics:
-                with torch.no_grad():
-                    best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
-                metrics["accuracy"] = (best_B == label_B).float().mean()
+                is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
+                metrics["accuracy"] = is_right_B.float().mean()
                 if self._distill.loss == "cosine":
                     teacher_losses.append(self._vector_loss(vectors_BMD[:, 0], responses_BD, batch))
                 if teacher_losses:
@@ -188,10 +193,9 @@ class PairModule(Objective):
         (scores_BC,) = encoded
         excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
         excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
-        with torch.no_grad():
-            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
-        metrics = {"accuracy": (best_B == batch.label_B).float().mean()}
+        is_right_B = right_above_all(scores_BC, batch.label_B, excluded_BC)
+        metrics = {"accuracy": is_right_B.float().mean()}
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
             teacher_loss = _distillation_loss(self._distill, scores_BC, teacher_BC)

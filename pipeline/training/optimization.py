@@ -19,10 +19,10 @@ class Optimization:
     """The optimizer of a task, and the functions that the loop calls at each step."""
 
     optimizer: torch.optim.Optimizer
-    """A group's rate is `learning_rate · rate_share(step)`, times the group's "factor" if it has one."""
+    """A group's rate is `learning_rate · lr_multiplier(step)`, times the group's "factor" if it has one."""
     learning_rate: float
     """The peak."""
-    rate_share: Callable[[int], float]
+    lr_multiplier: Callable[[int], float]
     """The learning rate of a step (from 0) as a share of the peak."""
     clip: Callable[[], Tensor]
     """Limits the gradients in place and returns their norm before, a scalar on their device."""
@@ -41,7 +41,7 @@ def optimization(
 ) -> Optimization:
     """The optimization by the settings, for the parameters of `module` that are trained.
 
-    `new_weights` start at random and learn `new_weights_factor` times as fast. `token_tables`: the
+    `new_weights` start at random and learn `head_lr_factor` times as fast. `token_tables`: the
     tables that the setting of that name is about.
 
     Raises BadInput where that setting needs some and there are none.
@@ -66,7 +66,7 @@ def optimization(
     return Optimization(
         _optimizer(config, parameters, new_ids, table_ids if treats_apart else set()),
         config.learning_rate,
-        lambda step: rate_share(step, steps, config),
+        lambda step: lr_multiplier(step, steps, config),
         clip,
     )
 
@@ -88,7 +88,7 @@ def warmup_of(config: OptimizationConfig, steps: int) -> int:
     return max(1, round(share))
 
 
-def rate_share(step: int, steps: int, config: OptimizationConfig) -> float:
+def lr_multiplier(step: int, steps: int, config: OptimizationConfig) -> float:
     """The learning rate of a step (from 0) of `steps` as a share of the peak."""
     warmup = warmup_of(config, steps)
     if step < warmup:
@@ -118,7 +118,7 @@ def _optimizer(
     for parameter in parameters:
         decays = parameter.dim() > 1 and id(parameter) not in undecayed_ids
         decay = config.weight_decay if decays else 0.0
-        factor = config.new_weights_factor if id(parameter) in new_ids else 1.0
+        factor = config.head_lr_factor if id(parameter) in new_ids else 1.0
         groups.setdefault((decay, factor), []).append(parameter)
     param_groups: list[dict[str, Any]] = [
         {"params": members, "weight_decay": decay, "factor": factor}

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
-
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.files import node_cache
@@ -64,7 +62,7 @@ def read_start(uri: str) -> Saved:
 
 
 def newest_readable(checkpoints: list[str]) -> str:
-    """The newest readable one of checkpoint folders, which are named by their time; "": none can be read."""
+    """The newest readable one of checkpoint folders, the oldest first; "": none can be read."""
     for checkpoint in reversed(checkpoints):
         with suppress(BadInput):
             read_saved_at(checkpoint)
@@ -72,14 +70,17 @@ def newest_readable(checkpoints: list[str]) -> str:
     return ""
 
 
-def unlisted_checkpoint(folder: str) -> str:
-    """The newest complete checkpoint in Ray Train's folder, if a kill truncated Ray Train's list of
-    checkpoints or came before it was written. A truncated list is removed, because Ray Train would fail on
-    it. "": the list is complete, or there is no checkpoint."""
-    listing = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
-    if storage.exists(listing):
-        with suppress(ValueError):
-            json.loads(storage.read_bytes(listing))
-            return ""
-        storage.delete(listing)
-    return newest_readable(storage.list_folders(folder))
+def last_checkpoint(folder: str) -> str:
+    """The newest readable checkpoint of the earlier attempts of a run; "": there is none.
+
+    Each attempt has a folder of its own in `folder`, and attempts and checkpoints are named by their time.
+    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint.
+    """
+    attempts = storage.list_folders(folder)
+    checkpoint = newest_readable(
+        [uri for attempt in attempts for uri in storage.list_folders(attempt)]
+    )
+    for attempt in attempts:
+        if not checkpoint.startswith(f"{attempt}/"):
+            storage.delete(attempt)
+    return checkpoint

@@ -38,7 +38,7 @@ class Selection:
     """Stop after this many validations without a better one; 0: never."""
     keep_last: bool = False
     """Each validation counts as the best so far, and the last weights are the result."""
-    share: float = 1.0
+    plateau_factor: float = 1.0
     """The current factor on the rate."""
     lowest_loss: float = math.inf
     best_merit: tuple[float, float] = (-math.inf, -math.inf)
@@ -72,7 +72,7 @@ class Selection:
         if measured.metrics["loss"] < self.lowest_loss:
             self.lowest_loss = measured.metrics["loss"]
         else:
-            self.share *= self.decay
+            self.plateau_factor *= self.decay
         self.without_better += 1
         if self.keep_last or measured.merit > self.best_merit:
             self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
@@ -98,7 +98,7 @@ class Selection:
     def load(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         if self.decay == 1.0:  # a run that goes on by a schedule without plateaus
-            self.share = 1.0
+            self.plateau_factor = 1.0
         self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
         weights = {} if self.keep_last else self.weights
         self.weights = {name: value.cpu() for name, value in weights.items()}

@@ -19,7 +19,7 @@ class OptimizationConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    new_weights_factor: float = field(
+    head_lr_factor: float = field(
         default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
     )
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
@@ -57,7 +57,7 @@ class OptimizationConfig:
     batch looks up decay, by an L2 penalty in the gradient (ConveRT)."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "new_weights_factor", "max_gradient_norm", "epsilon"):
+        for name in ("learning_rate", "head_lr_factor", "max_gradient_norm", "epsilon"):
             require(getattr(self, name) > 0, f"loop.{name}", getattr(self, name), "above 0")
         require(
             0 <= self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps) >= 1,
@@ -141,8 +141,8 @@ class Workers:
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False
-    """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
-    encoders that do not fit on one GPU; else every worker holds all of them."""
+    """jobs.pretrain on GPUs: weights, gradients and optimizer state are sharded over the workers (FSDP2),
+    for encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
     """How often dead workers are replaced in the whole run; each time the run continues from the last
     checkpoint. The same command, started again, counts from 0."""

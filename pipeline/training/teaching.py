@@ -70,7 +70,7 @@ def score(
 
     def make() -> Work[TaskRecord]:
         device = best_device()
-        rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
+        rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
 
         def work(draft: Draft, name: str, shard: dict[str, Any]) -> TaskRecord:
             return _score_shard(
@@ -87,7 +87,7 @@ def estimate(
 ) -> cost.Estimate:
     """Estimates the cost: scores a few rows of the first shard in this process to measure a rate."""
     device = best_device()
-    rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
+    rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
     files = corpus.files("train/", ".parquet")
     with storage.open_input(files[0]) as stream:
         rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()

@@ -152,7 +152,7 @@ def in_mid_training(
     partial = ranker.with_name(f"{ranker.name}.partial")
 
     def saved() -> set[Path]:
-        return set(partial.glob("_checkpoints/training/checkpoint_*/state.json"))
+        return set(partial.glob("_checkpoints/training_*/checkpoint_*/state.json"))
 
     earlier = saved()
     # A shell's background job ignores SIGINT, and so would what it starts.
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_a_training_which_says_how_to_go_on(interrupted):
 
 def test_a_training_that_is_killed_leaves_nothing_that_looks_complete(killed):
     assert not killed.ranker.exists()
-    assert list(killed.work.glob("ranker.partial/_checkpoints/training/checkpoint_*/state.json"))
+    assert list(killed.work.glob("ranker.partial/_checkpoints/training_*/checkpoint_*/state.json"))
 
 
 def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):

@@ -57,7 +57,7 @@ def trained(
     convai2_corpus, encoder, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], SimpleNamespace]:
     """`trained("poly")`: a ranker trained in this process. The bi-encoder starts from `encoder`, with
-    relative paths and a name in the registry; the others start from the bi-encoder."""
+    relative paths and a name in the registry; the poly-encoder starts from the bi-encoder."""
     home = tmp_path_factory.mktemp("training")
 
     @functools.cache
@@ -69,10 +69,9 @@ def trained(
                 "bi", "corpus", "encoder", "rankers/bi", "--register-as", "tiny-bi",
             )  # fmt: skip
         else:
-            argv = arguments(
-                architecture, convai2_corpus.uri, train("bi").artifact.uri,
-                home / "rankers" / architecture,
-            )  # fmt: skip
+            start = train("bi").artifact.uri if architecture == "poly" else encoder
+            output = home / "rankers" / architecture
+            argv = arguments(architecture, convai2_corpus.uri, start, output)
         with pytest.MonkeyPatch.context() as patch, executors.in_this_process():
             patch.chdir(home)
             summary = finetune.run(parse(finetune.Config, argv, "test"))
@@ -282,9 +281,9 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
             ["negatives_from: 'both'", "'batch' or 'given' with ranker.architecture 'cross'"],
         ),
         (
-            ["--ranker.architecture", "convert", "--loop.new-weights-factor", 3],
+            ["--ranker.architecture", "convert", "--loop.head-lr-factor", 3],
             [
-                "loop.new_weights_factor: 3.0 has no effect",
+                "loop.head_lr_factor: 3.0 has no effect",
                 "'bi', 'poly', 'cross' (here 'convert')",
             ],
         ),
@@ -383,6 +382,17 @@ def test_settings_that_are_not_allowed_are_refused_before_any_work(refused, opti
 
 def test_an_encoder_that_is_not_there_is_refused(refused, tmp_path):
     assert "config.json is missing" in refused(encoder=tmp_path / "none")
+
+
+@pytest.mark.parametrize("options", [
+    ["--ranker.architecture", "cross"], ["--ranker.share-towers", "true"],
+])  # fmt: skip
+def test_one_encoder_does_not_start_from_a_ranker_with_two(refused, tiny_ranker, options):
+    """It would get the contexts' encoder, which never read a reply."""
+    start = tiny_ranker("bi")
+    refusal = refused(*options, encoder=start.uri)
+    assert f"--encoder {start.uri}: has an encoder for contexts and another one for" in refusal
+    assert "--ranker.share-towers true" in refusal and "/context_encoder" in refusal
 
 
 @pytest.mark.parametrize("missing", ["tokenizer", "weights"])
@@ -496,7 +506,7 @@ def test_a_published_ranker_continues_with_more_steps(
     assert "finetune.epochs: 0.01" in few and "--continue-from has 6" in few
     assert "ranker.m is 3 there, 4 here" in refusal(10, "--ranker.m", 4)
     assert "finetune.batch_examples is 8" in refusal(10, "--finetune.batch-examples", 4)
-    assert "loop.new_weights_factor is 10.0" in refusal(10, "--loop.new-weights-factor", 1)
+    assert "loop.head_lr_factor is 10.0" in refusal(10, "--loop.head-lr-factor", 1)
     assert "corpus is [" in refusal(10, "--corpus", reddit_corpus.uri)
     assert "encoder is [" in refusal(10, "--encoder", tiny_ranker("bi").uri)
 

@@ -94,6 +94,10 @@ class ConvertNetwork(VectorNetwork):
         return (self.dimensions,)
 
     @property
+    def new_weights(self) -> Sequence[nn.Parameter]:
+        return ()  # without a pre-trained encoder all weights are alike
+
+    @property
     def token_tables(self) -> Sequence[nn.Parameter]:
         weight = self.tokens.subwords.weight
         return [weight] if weight is not None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,16 @@ from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
-from pipeline.evaluation.ranking import RankerScorer, join_rankings, latency, own_scores, rank
+from pipeline.evaluation.ranking import (
+    RankerScorer,
+    join_rankings,
+    latency,
+    load_scorer,
+    own_scores,
+    rank,
+)
 from pipeline.evaluation.results import Measurement
+from pipeline.ranking.ranker import Ranker
 from pipeline.tasks.actors import Actors
 
 ASKED = [
@@ -30,7 +39,7 @@ def exact(monkeypatch):
     """float32, and small bounds, so that there are several blocks and parts of everything."""
     monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
     monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 2)
-    monkeypatch.setattr(ranking, "_LOGITS_AT_ONCE", 16)
+    monkeypatch.setattr(ranking, "_NUMBERS_AT_ONCE", 16)
     monkeypatch.setattr(ranking, "_PAIRS_AT_ONCE", 9)
     monkeypatch.setattr(ranking, "_QUESTIONS_AT_ONCE", 2)
 
@@ -70,6 +79,43 @@ def test_questions_may_have_different_numbers_of_candidates(tiny, architecture):
         assert found.losses_N[number] == pytest.approx(
             np.log(np.exp(alone - right).sum()), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_evaluated_is_what_python_and_the_service_compute(
+    tiny, tmp_path, monkeypatch, architecture, precision
+):
+    """In bf16 these had bf16 weights, and an evaluation autocast of float32 ones: other scores."""
+    monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 8)  # one batch, as there
+    tiny.ranker(architecture=architecture).save(tmp_path)
+    model = SimpleNamespace(local=lambda: tmp_path)
+    asked = Questions.of([ASKED[1]])
+    evaluated = load_scorer(model, precision=precision).prepare(asked).scores(asked)[0]
+    ranker = Ranker.load(tmp_path, precision=precision, device="cpu")
+    served = ranker.rank(ASKED[1].context, ASKED[1].candidates)
+    assert sorted(evaluated.tolist(), reverse=True) == [result.score for result in served.results]
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_no_more_vectors_of_candidates_are_gathered_than_the_bound(tiny, monkeypatch, architecture):
+    """10,001 sampled candidates of 256 contexts took 7.9 GB: only their logits were counted."""
+    ranker = tiny.ranker(architecture=architecture)
+    asked = Questions.of([*ASKED, *ASKED], SHARED)
+    prepared = RankerScorer(ranker).prepare(asked)
+    expected = prepared.scores(asked)
+    gathered, scores = [], ranker.dual.scores
+
+    def recorded(vectors_BMD, mask_BM, candidates):
+        if candidates.dim() == 3:
+            gathered.append(candidates.numel())
+        return scores(vectors_BMD, mask_BM, candidates)
+
+    monkeypatch.setattr(ranker.dual, "scores", recorded)
+    own = asked.places_NK.shape[1] * ranker.dual.dimensions  # numbers of one question
+    monkeypatch.setattr(ranking, "_NUMBERS_AT_ONCE", 2 * own)
+    np.testing.assert_allclose(prepared.scores(asked), expected, rtol=0, atol=1e-5)
+    assert gathered == [2 * own] * 3
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
@@ -181,7 +227,7 @@ def test_shares_on_a_cluster_give_the_same_ranking(
     local_ray, tiny_ranker, measurement, monkeypatch
 ):
     """More shares than there are questions; one at a time, by a process that imports torch once."""
-    for name in ("_TEXTS_AT_ONCE", "_LOGITS_AT_ONCE", "_QUESTIONS_AT_ONCE"):
+    for name in ("_TEXTS_AT_ONCE", "_NUMBERS_AT_ONCE", "_QUESTIONS_AT_ONCE"):
         monkeypatch.setattr(ranking, name, 1000)
 
     make = functools.partial(ranking.load_scorer, tiny_ranker("poly"))

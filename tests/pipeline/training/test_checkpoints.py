@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from pipeline.training.checkpoints import (
     training_state,
     write_state,
 )
-from pipeline.training.resuming import read_saved, read_start, unlisted_checkpoint
+from pipeline.training.resuming import last_checkpoint, read_saved, read_start
 
 
 @pytest.fixture
@@ -77,25 +76,27 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
     assert (pair["lengths"], nothing) == ([1, 2], None)
 
 
-@pytest.mark.parametrize(("listed", "newest_is_whole", "expected"), [
-    ("{}", True, ""), ('{"checkpoint_results": [', True, "checkpoint_2"),
-    ("", False, "checkpoint_1"), (None, True, "checkpoint_2"),
+@pytest.mark.parametrize(("whole", "expected"), [
+    ({"1": [True], "2": [True, True]}, "2/checkpoint_1"),
+    ({"1": [True], "2": [True, False]}, "2/checkpoint_0"),
+    ({"1": [True], "2": [False]}, "1/checkpoint_0"),
+    ({"1": [False], "2": []}, ""), ({}, ""),
 ])  # fmt: skip
-def test_a_list_of_checkpoints_that_was_cut_off_loses_none(
-    checkpoint, tmp_path_factory, listed, newest_is_whole, expected
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
+    checkpoint, tmp_path_factory, whole, expected
 ):
-    """Ray Train writes its list in place, so a kill at that moment truncates it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name in ("checkpoint_1", "checkpoint_2"):
-        shutil.copytree(checkpoint[-1], folder / name)
-    if not newest_is_whole:
-        (folder / "checkpoint_2" / "state.safetensors").write_bytes(b"")
-    path = folder / "checkpoint_manager_snapshot.json"
-    if listed is not None:
-        path.write_text(listed)
-    found = unlisted_checkpoint(str(folder))
-    assert Path(found).name == expected
-    assert path.exists() is (listed == "{}")
+    """A kill may truncate one that is being written. Other attempts are removed."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for attempt, checkpoints in whole.items():
+        (root / attempt).mkdir()
+        for number, is_whole in enumerate(checkpoints):
+            folder = root / attempt / f"checkpoint_{number}"
+            shutil.copytree(checkpoint[-1], folder)
+            if not is_whole:
+                (folder / "state.safetensors").write_bytes(b"")
+    found = last_checkpoint(str(root))
+    assert found == (str(root / expected) if expected else "")
+    assert [path.name for path in root.iterdir()] == ([expected[0]] if expected else [])
 
 
 def test_a_checkpoint_without_the_cursors_of_all_ranks_is_refused(checkpoint):

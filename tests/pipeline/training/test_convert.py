@@ -119,7 +119,7 @@ def test_a_multi_context_model_learns_from_raw_examples_and_keeps_it_in_8_bits(
     rate = {"adamw": 0.01, "adadelta": 1.0}[optimizer]
     loop = LoopConfig(
         optimizer=optimizer, betas=(0.9, 0.999), epsilon=1e-6, learning_rate=rate, warmup_steps=10,
-        initial_rate_share=0.1, schedule="cosine", final_rate_share=0.001, new_weights_factor=1.0,
+        initial_rate_share=0.1, schedule="cosine", final_rate_share=0.001, head_lr_factor=1.0,
         token_tables="apart", weight_decay=1e-5, precision="fp32", log_every_steps=50,
     )  # fmt: skip
     task = finetuning(tiny, vocabulary, rows, loop, earlier_turns=10).build(0, 1)

@@ -15,13 +15,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
+from pipeline.models import precision
 from pipeline.models.convert.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.training import meter, mining
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.distributed import gather, gather_with_gradient, rank
+from pipeline.training.distributed import (
+    agree_on_precision,
+    gather,
+    gather_with_gradient,
+    rank,
+)
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
 from pipeline.training.finetune_settings import Distillation, Mining
 from pipeline.training.mining import Miner
@@ -165,6 +171,13 @@ def waited_share(seconds):
         return of_rank.read()["data_wait_share"]
 
 
+def precisions(own_rank):
+    """The agreed precision for each setting, where only the first rank's hardware multiplies in bf16."""
+    with patch.object(precision, "use_bf16", lambda device: own_rank == 0):
+        device = torch.device("cpu")
+        return {name: agree_on_precision(name, device) for name in ("auto", "bf16", "fp32")}
+
+
 def work(folder, own_rank):
     """One of the two processes."""
     found = {
@@ -189,6 +202,7 @@ def work(folder, own_rank):
         "gradient": rows.grad,
     }
     found["mined"] = mined(folder, own_rank, WORLD)
+    found["precision"] = precisions(own_rank)
     found["waited"] = waited_share((1.0, 4.0)[own_rank])
     torch.save(found, folder / f"{own_rank}.pt")
 
@@ -286,6 +300,11 @@ def test_what_two_ranks_mined_one_process_takes_over(folder, ranks):
         alone = mined(folder, 0, 1, found["mined"]["state"])
         assert alone["first"] == found["mined"]["first"]
         assert alone["second"] == found["mined"]["second"]
+
+
+def test_all_ranks_train_in_the_precision_that_all_of_them_have(ranks):
+    for found in ranks:
+        assert found["precision"] == {"auto": "fp32", "bf16": "bf16", "fp32": "fp32"}
 
 
 def test_without_a_process_group_nothing_is_gathered():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModel
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.models.pretraining_heads import NEXT_HEAD
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
@@ -186,6 +189,51 @@ def test_what_the_ranker_that_one_starts_from_has_read_is_not_unseen(
     if by_start:
         start["held_out"] = paths(by_start)
     assert replace(made, encoder=Tower(Artifact("start", start))).unseen() == paths(unseen)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "ranker", "tokenizer"])
+@pytest.mark.parametrize("same_corpus", [True, False])
+def test_what_an_encoder_was_pretrained_on_is_not_unseen(tiny, kind, same_corpus):
+    """A ranker of another corpus comes from such an encoder. A tokenizer has learnt no answers."""
+    made = recipe(tiny, rows_per_file=10, folds=2, held_out=1)
+    read = made.corpus if same_corpus else tiny.corpus([{}])
+    tokens = {"kind": "tokens", "fingerprint": "tokens", "inputs": {"corpus": read.reference()}}
+    inputs = {"corpus.0": tokens}
+    if kind == "ranker":
+        encoder = {"kind": "encoder", "fingerprint": "encoder", "inputs": inputs}
+        inputs = {"corpus": tiny.corpus([{}]).reference(), "encoder": encoder}
+    start = Artifact("start", {"kind": kind, "fingerprint": "start", "inputs": inputs})
+    if kind == "ranker":
+        start.manifest["held_out"] = []
+    source = Tower(start) if kind == "ranker" else start
+    is_read = same_corpus and kind != "tokenizer"
+    assert replace(made, encoder=source).unseen() == ([] if is_read else made.held_out())
+
+
+def test_only_new_heads_learn_faster(tiny, tmp_path):
+    """A cross-encoder's score that comes from a next-utterance head is pre-trained, as its encoder is."""
+    shutil.copytree(tiny.encoder_folder(), tmp_path / "encoder")
+    save_file(
+        {"weight": torch.ones(1, 16), "bias": torch.ones(1)}, tmp_path / "encoder" / NEXT_HEAD
+    )
+
+    def faster(folder, **ranker):
+        config = ranker_config({"max_context_tokens": 24, "max_candidate_tokens": 12, **ranker})
+        made = replace(recipe(tiny), encoder=External(str(folder), ""), ranker=config)
+        task = made.build(0, 1)
+        names = {id(value): name for name, value in task.module.named_parameters()}
+        groups = task.optimize().optimizer.param_groups
+        return {names[id(value)].removeprefix("network.") for group in groups
+                for value in group["params"] if group["factor"] == 10.0}  # fmt: skip
+
+    score = {"score.weight", "score.bias"}
+    new, pretrained = tiny.encoder_folder(), tmp_path / "encoder"
+    assert faster(new, architecture="cross") == score
+    assert faster(pretrained, architecture="cross") == set()
+    assert faster(pretrained, architecture="cross", pooler=True) == (
+        score | {"pooler.weight", "pooler.bias"}
+    )
+    assert faster(pretrained, architecture="poly", m=3) == {"codes_MD"}
 
 
 def test_the_responses_that_are_mined_are_not_those_held_out(tiny):

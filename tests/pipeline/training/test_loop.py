@@ -26,7 +26,7 @@ from pipeline.training.checkpoints import read_state, weights_of, write_state
 from pipeline.training.finetune_settings import FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, Task, train
-from pipeline.training.optimization import optimization, rate_share
+from pipeline.training.optimization import lr_multiplier, optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.resuming import read_saved
@@ -404,7 +404,7 @@ def test_rates_fall_whenever_the_loss_is_not_lower_than_ever():
     losses = [3.0, 2.0, 2.5, 2.0, 1.0, 4.0]
     run = Run(told(*((0.5, loss) for loss in losses)), 6, schedule="plateau", warmup_steps=0,
               learning_rate=1.0, plateau_decay=0.4, validate_every_epochs=1)  # fmt: skip
-    rates = [rate / rate_share(step, 6, LoopConfig(schedule="plateau", warmup_steps=0))
+    rates = [rate / lr_multiplier(step, 6, LoopConfig(schedule="plateau", warmup_steps=0))
              for step, rate in enumerate(run.shown("learning_rate"))]  # fmt: skip
     assert rates == pytest.approx([1, 1, 1, 0.4, 0.16, 0.16])
 
@@ -557,7 +557,7 @@ def test_skipped_steps_are_counted_over_the_whole_run():
 
 def test_decay_spares_biases_and_new_weights_learn_faster():
     """Without gradients only weight decay moves anything: by 1 - rate · decay a step."""
-    run = Run(toy(zero), 1, learning_rate=0.2, weight_decay=0.1, new_weights_factor=5.0,
+    run = Run(toy(zero), 1, learning_rate=0.2, weight_decay=0.1, head_lr_factor=5.0,
               warmup_steps=0, schedule="constant")  # fmt: skip
     rate = run.progress[0].metrics["learning_rate"]
     assert run.weights["matrix"][0, 0].item() == pytest.approx(1 - rate * 0.1)
@@ -581,7 +581,7 @@ def test_gradients_are_clipped_and_their_norm_is_shown():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("learning_rate", 0.0), ("warmup_steps", 1.5), ("warmup_steps", -0.1),
-    ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
+    ("head_lr_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
     ("log_every_steps", 0), ("checkpoint_every_minutes", -1.0), ("plateau_decay", 0.0),
     ("plateau_decay", 1.0), ("validate_every_epochs", -0.5), ("stop_after_validations", -1),
 ])  # fmt: skip

@@ -470,6 +470,21 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
     assert_taught(kind, student_BC, batch.teacher_BC, shown, loss - plain)
 
 
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_a_scorer_of_one_number_is_never_right(tiny, architecture):
+    """The label of a cross-encoder is always the first column: its accuracy of 1.0 was a collapse."""
+    ranker = tiny.ranker(architecture=architecture)
+    with torch.no_grad():
+        for value in ranker.parameters():
+            value.zero_()
+        if architecture == "cross":
+            module, collator = PairModule(ranker.cross), PairCollator(ranker, 3)
+        else:
+            module, collator = DualModule(ranker.dual, "given"), DualCollator(ranker, 3)
+        _, shown = module(collated(collator, PAIR_ROWS))
+    assert shown["accuracy"].item() == 0.0
+
+
 # Truncated to 12 tokens, the first candidate is the response.
 SAME_TOKENS = {
     "context": ["w9"],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pipeline.config import BadInput
 from pipeline.training.caching import backward
 from pipeline.training.loop import Listener, Saved, Task, train
-from pipeline.training.optimization import Optimization, optimization, rate_share
+from pipeline.training.optimization import Optimization, lr_multiplier, optimization
 from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_schedules_are_their_formulas(schedule, warmup, resolved):
     config = LoopConfig(schedule=schedule, warmup_steps=warmup, final_rate_share=0.01)
     for step in (0, 5, 9, 10, 19, 20, 21, 100, 179, 181, 199):
         wanted = expected_share(schedule, step, 200, resolved, final=0.01)
-        assert rate_share(step, 200, config) == pytest.approx(wanted), step
+        assert lr_multiplier(step, 200, config) == pytest.approx(wanted), step
 
 
 @pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "constant"])
@@ -165,7 +165,7 @@ def test_schedules_are_their_formulas(schedule, warmup, resolved):
 @pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 0.5])
 def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_steps):
     config = LoopConfig(schedule=schedule, warmup_steps=warmup_steps)
-    rates = [rate_share(step, steps, config) for step in range(steps)]
+    rates = [lr_multiplier(step, steps, config) for step in range(steps)]
     assert all(0 < rate <= 1 for rate in rates)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])
@@ -178,7 +178,7 @@ def test_a_longer_run_has_the_same_rates_so_far_where_the_schedule_has_no_end():
     """So that more steps continue the same run."""
     for schedule in ("inverse_sqrt", "constant", "wsd"):
         config = LoopConfig(schedule=schedule, warmup_steps=10)
-        short, long = ([rate_share(s, n, config) for s in range(80)] for n in (100, 1000))
+        short, long = ([lr_multiplier(s, n, config) for s in range(80)] for n in (100, 1000))
         assert short == long
 
 
@@ -188,7 +188,7 @@ def test_a_longer_run_has_the_same_rates_so_far_where_the_schedule_has_no_end():
 def test_settings_reach_the_optimizer(name, kind):
     module = Embedded()
     config = LoopConfig(optimizer=name, learning_rate=0.3, epsilon=1e-5, betas=(0.7, 0.8),
-                        weight_decay=0.2, new_weights_factor=3.0)  # fmt: skip
+                        weight_decay=0.2, head_lr_factor=3.0)  # fmt: skip
     made = optimization(config, module, 10, [module.layer.weight])
     assert type(made.optimizer) is kind
     made.set_rate(0.1)
@@ -233,6 +233,6 @@ def test_token_tables_apart_are_all_that_is_limited_and_only_their_looked_up_row
 
 def test_a_warm_up_may_start_above_0():
     config = LoopConfig(warmup_steps=9, initial_rate_share=0.1, schedule="constant")
-    shares = [rate_share(step, 100, config) for step in range(11)]
+    shares = [lr_multiplier(step, 100, config) for step in range(11)]
     assert shares[0] == pytest.approx(0.19) and shares[8] == pytest.approx(0.91)
     assert np.allclose(np.diff(shares[:10]), 0.09) and shares[9:] == [1.0, 1.0]
