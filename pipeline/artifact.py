@@ -42,7 +42,8 @@ class Artifact:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the contents: the same files have the same fingerprint, wherever they are."""
+        """A hash of the contents: the same files have the same fingerprint, wherever they are. Pictures and
+        reports do not count (`fingerprints.fingerprint_of_entries`)."""
         return str(self.manifest["fingerprint"])
 
     @property

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.artifact import FORMAT_VERSION, MANIFEST, REQUEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
-from pipeline.files import locks
+from pipeline.files import fingerprints, locks
 from pipeline.job_request import describe_request, difference
 from pipeline.provenance import git_revision, library_versions
 from pipeline.tasks.records import FileEntry, RecordT, TaskRecord, from_json, to_json
@@ -126,11 +126,10 @@ class Draft:
         Raises Stopped where this process has lost the draft's lock (`locked`) to another job.
         """
         entries = sorted(files, key=lambda entry: entry["path"])
-        digests = [(entry["path"], entry["sha256"]) for entry in entries]
         manifest = {
             "kind": self.kind,
             "format_version": FORMAT_VERSION,
-            "fingerprint": digest(digests),
+            "fingerprint": fingerprints.fingerprint_of_entries(entries),
             "request": self.request,
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - self.started, 1),

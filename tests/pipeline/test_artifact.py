@@ -179,6 +179,24 @@ def test_the_fingerprint_differs_when_the_contents_do(tmp_path, files):
     assert other.fingerprint != publish(tmp_path / "a").fingerprint
 
 
+def test_pictures_reports_and_training_states_are_no_part_of_the_fingerprint(tmp_path):
+    """Two runs with the same weights drew other tokens a second."""
+    weights = {
+        "encoder/model.safetensors": b"1",
+        "encoder/config.json": b"2",
+        "tokenizer.json": b"3",
+    }
+    fingerprints = set()
+    for run, seconds in (("a", b"12"), ("b", b"13"), ("c", b"")):
+        out = begin(tmp_path / run)
+        beside = ["curves.png", "README.md", "report.json", "training_state/state.pt"]
+        files = {**weights, **dict.fromkeys(beside if seconds else (), seconds)}
+        made = out.publish([out.write_file(name, data) for name, data in files.items()], {})
+        assert made.paths() == sorted(files)  # a copy without one of them is refused
+        fingerprints.add(made.fingerprint)
+    assert len(fingerprints) == 1
+
+
 # Asking for the same output again
 
 
