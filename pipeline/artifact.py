@@ -117,7 +117,7 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     uri = storage.absolute(uri.rstrip("/"))
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
-        for partial in {uri + ".partial", uri}:
+        for partial in {uri + ".partial", uri} if storage.is_local(uri) else {uri}:
             if storage.exists(storage.join(partial, REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
         hint = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
