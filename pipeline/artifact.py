@@ -42,7 +42,8 @@ class Artifact:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the contents: the same files have the same fingerprint, wherever they are."""
+        """A hash of the contents: the same files have the same fingerprint, wherever they are. Pictures and
+        reports do not count (`fingerprints.fingerprint_of_entries`)."""
         return str(self.manifest["fingerprint"])
 
     @property
@@ -130,7 +131,7 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     uri = storage.absolute(uri.rstrip("/"))
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
-        for partial in {uri + ".partial", uri}:
+        for partial in {uri + ".partial", uri} if storage.is_local(uri) else {uri}:
             if storage.exists(storage.join(partial, REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
         hint = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""

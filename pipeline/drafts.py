@@ -7,6 +7,7 @@ in an object store the files lie in place already, and the manifest's upload is 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.artifact import FORMAT_VERSION, MANIFEST, REQUEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
-from pipeline.files import locks
+from pipeline.files import fingerprints, locks
 from pipeline.job_request import describe_request, difference
 from pipeline.provenance import git_revision, library_versions
 from pipeline.tasks.records import FileEntry, RecordT, TaskRecord, from_json, to_json
@@ -123,14 +124,14 @@ class Draft:
     ) -> Artifact:
         """Writes the manifest and makes the artifact visible, in one atomic step.
 
-        Raises Stopped where this process has lost the draft's lock (`locked`) to another job.
+        Raises Stopped where this process has lost the draft's lock (`locked`) to another job, and where
+        another job has published it.
         """
         entries = sorted(files, key=lambda entry: entry["path"])
-        digests = [(entry["path"], entry["sha256"]) for entry in entries]
         manifest = {
             "kind": self.kind,
             "format_version": FORMAT_VERSION,
-            "fingerprint": digest(digests),
+            "fingerprint": fingerprints.fingerprint_of_entries(entries),
             "request": self.request,
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - self.started, 1),
@@ -148,9 +149,16 @@ class Draft:
         if lock := _held_locks.get(self.staging):
             lock.check()
         storage.remove_unfinished(self.staging)
-        storage.write_bytes(self.path(MANIFEST), text)
         if self.staging != self.uri:
-            Path(self.staging).rename(self.uri)
+            storage.write_bytes(self.path(MANIFEST), text)
+            is_ours = _moved(Path(self.staging), Path(self.uri))
+        else:
+            # A lost answer to our own request, which was sent again, reads as if another were there.
+            is_ours = storage.create_bytes(self.path(MANIFEST), text) or (
+                storage.read_bytes(self.path(MANIFEST)) == text
+            )
+        if not is_ours:
+            raise _published_meanwhile(self.uri)
         _tidy(self.uri)
         return Artifact(self.uri, manifest)
 
@@ -162,12 +170,27 @@ class Draft:
         """
         with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S) as lock:
             if storage.exists(storage.join(self.uri, MANIFEST)):
-                raise Stopped(f"{self.uri}: another job has published it meanwhile")
+                raise _published_meanwhile(self.uri)
             _held_locks[self.staging] = lock
             try:
                 yield
             finally:
                 del _held_locks[self.staging]
+
+
+def _published_meanwhile(uri: str) -> Stopped:
+    return Stopped(f"{uri}: another job has published it meanwhile")
+
+
+def _moved(folder: Path, target: Path) -> bool:
+    """Moves a folder; False where there is one with files already."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def is_being_made(staging: str) -> bool:

@@ -83,11 +83,29 @@ def absolute(uri: str) -> str:
 
 
 def join(uri: str, *parts: str) -> str:
-    return posixpath.join(uri, *parts)
+    """The URI of a path below `uri`, with the query of `uri`, such as `?region=…`, at its end."""
+    path, query = _split_query(uri)
+    return posixpath.join(path, *parts) + query
 
 
 def name_of(uri: str) -> str:
-    return posixpath.basename(uri.rstrip("/"))
+    return posixpath.basename(without_query(uri).rstrip("/"))
+
+
+def parent_of(uri: str) -> str:
+    """The URI of the folder that `uri` lies in."""
+    path, query = _split_query(uri)
+    return posixpath.dirname(path.rstrip("/")) + query
+
+
+def without_query(uri: str) -> str:
+    return _split_query(uri)[0]
+
+
+def _split_query(uri: str) -> tuple[str, str]:
+    """(the path, "" or the query with its question mark, which local paths do not have)"""
+    path, mark, query = (uri, "", "") if is_local(uri) else uri.partition("?")
+    return path, mark + query
 
 
 def _type_of(uri: str) -> pafs.FileType:
@@ -127,10 +145,11 @@ def list_files(uri: str) -> list[str]:
 
     Names that begin with "." or "_" are passed over, as every Parquet reader does.
     """
-    paths = sizes_below(uri)
-    return [
-        join(uri, name) for name in paths if not any(part[:1] in "._" for part in name.split("/"))
-    ]
+    return [join(uri, path) for path in sizes_below(uri) if not is_hidden(path)]
+
+
+def is_hidden(path: str) -> bool:
+    return any(part[:1] in "._" for part in path.split("/"))
 
 
 def sizes_below(uri: str) -> dict[str, int]:

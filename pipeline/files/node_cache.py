@@ -92,8 +92,9 @@ def download(uri: str, folder: Path, only: Collection[str] | None = None) -> Non
     `only`: the paths below `uri` that are copied; None: all."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = storage.sizes_below(uri)
-    names = [file[len(uri) :].lstrip("/") for file in storage.list_files(uri)]
-    names = [name for name in names if only is None or name in only]
+    names = [
+        name for name in sizes if not storage.is_hidden(name) and (only is None or name in only)
+    ]
     with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
         futures = []
         for name in names:

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import BadInput, digest
+from pipeline.config import BadInput
 from pipeline.drafts import folder_entries
 from pipeline.files import fingerprints, node_cache
 from pipeline.models.settings import SETTINGS, read_settings
@@ -164,5 +164,5 @@ def _reference(uri: str, source: Source, patterns: Sequence[str] = ("*",)) -> di
         for entry in folder_entries(source.local())
         if any(fnmatch(entry["path"], pattern) for pattern in patterns)
     ]
-    fingerprint = digest([(entry["path"], entry["sha256"]) for entry in entries])
+    fingerprint = fingerprints.fingerprint_of_entries(entries)
     return {"uri": uri, "kind": "external", "fingerprint": fingerprint}

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from pipeline import registry, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import BadInput, digest
+from pipeline.config import BadInput
 from pipeline.drafts import folder_entries
+from pipeline.files.fingerprints import fingerprint_of_entries
 from pipeline.models.settings import SETTINGS
 from pipeline.models.sources import SENTENCE_TRANSFORMERS, fetch_from_hub, open_external
 
@@ -65,5 +66,5 @@ def fingerprint(uri: str, artifact: Artifact | None) -> str:
     if artifact is not None:
         return artifact.fingerprint
     entries = folder_entries(external_folder(uri))
-    digests = [(entry["path"], entry["sha256"]) for entry in entries if entry["path"] != MANIFEST]
-    return digest(sorted(digests))
+    own_entries = [entry for entry in entries if entry["path"] != MANIFEST]
+    return fingerprint_of_entries(sorted(own_entries, key=lambda entry: entry["path"]))

@@ -160,6 +160,33 @@ def test_a_job_that_lost_its_lock_while_it_slept_does_not_publish(memory_store, 
         assert out.publish([], {}).uri == out.uri
 
 
+@pytest.mark.parametrize("uri", ["memory://bucket/a", "local"])
+def test_of_two_jobs_that_publish_at_one_moment_the_first_one_stays(
+    memory_store, tmp_path, monkeypatch, uri
+):
+    """The other job publishes after this one has checked its lock."""
+    uri = uri if "://" in uri else tmp_path / uri
+    out = begin(uri)
+    entry = out.write_file("x/1", b"one")
+
+    def other_job(staging: str) -> None:
+        monkeypatch.undo()
+        begin(uri).publish([entry], {"by": 1})
+
+    monkeypatch.setattr(storage, "remove_unfinished", other_job)
+    with out.locked(), pytest.raises(Stopped, match="another job has published it meanwhile"):
+        out.publish([entry], {"by": 2})
+    assert open_artifact(out.uri, "thing").counts == {"by": 1}
+
+
+def test_a_job_whose_request_was_answered_late_has_published(memory_store, monkeypatch):
+    """The store had made the file; the client asked again, and was told that it is there."""
+    out = begin("memory://bucket/a")
+    create = storage.create_bytes
+    monkeypatch.setattr(storage, "create_bytes", lambda uri, data: create(uri, data) and False)
+    assert out.publish([], {}) == open_artifact(out.uri, "thing")
+
+
 # Fingerprints
 
 
@@ -177,6 +204,24 @@ def test_the_fingerprint_differs_when_the_contents_do(tmp_path, files):
     out = begin(tmp_path / "b")
     other = out.publish([out.write_file(name, data) for name, data in files.items()], {})
     assert other.fingerprint != publish(tmp_path / "a").fingerprint
+
+
+def test_pictures_reports_and_training_states_are_no_part_of_the_fingerprint(tmp_path):
+    """Two runs with the same weights drew other tokens a second."""
+    weights = {
+        "encoder/model.safetensors": b"1",
+        "encoder/config.json": b"2",
+        "tokenizer.json": b"3",
+    }
+    fingerprints = set()
+    for run, seconds in (("a", b"12"), ("b", b"13"), ("c", b"")):
+        out = begin(tmp_path / run)
+        beside = ["curves.png", "README.md", "report.json", "training_state/state.pt"]
+        files = {**weights, **dict.fromkeys(beside if seconds else (), seconds)}
+        made = out.publish([out.write_file(name, data) for name, data in files.items()], {})
+        assert made.paths() == sorted(files)  # a copy without one of them is refused
+        fingerprints.add(made.fingerprint)
+    assert len(fingerprints) == 1
 
 
 # Asking for the same output again

@@ -8,6 +8,7 @@ import fsspec
 import pytest
 
 from pipeline import storage
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.files import node_cache
 
@@ -73,6 +74,38 @@ def test_a_folder_that_somebody_else_is_removing_is_removed(tmp_path, monkeypatc
     monkeypatch.setattr(storage, "locate", lambda uri: (RacedDisk(), path))
     storage.delete(path)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_query_stays_at_the_end_of_a_uri():
+    query = "?region=eu-1&endpoint_override=http://store:9000/x"
+    folder = f"s3://bucket/pools{query}"
+    file = storage.join(folder, "p", "CURRENT")
+    assert file == f"s3://bucket/pools/p/CURRENT{query}"
+    assert storage.name_of(file) == "CURRENT"
+    assert storage.name_of(folder) == "pools"
+    assert storage.parent_of(file) == storage.join(folder, "p")
+    assert storage.without_query(file) == "s3://bucket/pools/p/CURRENT"
+    local = storage.join("/data/why?", "a")  # a local name may hold a question mark
+    assert (local, storage.parent_of(local)) == ("/data/why?/a", "/data/why?")
+
+
+def test_files_below_a_uri_with_a_query_are_listed_read_and_copied(tmp_path, memory, monkeypatch):
+    plain = storage.locate
+
+    def locate(uri):
+        path, _, query = uri.partition("?")
+        assert not uri.startswith("memory") or query == "region=eu"
+        return plain(path)
+
+    monkeypatch.setattr(storage, "locate", locate)
+    folder = f"{memory}/x?region=eu"
+    storage.write_bytes(storage.join(folder, "deep", "a"), b"1")
+    assert storage.list_files(folder) == [f"{memory}/x/deep/a?region=eu"]
+    assert storage.read_bytes(storage.list_files(folder)[0]) == b"1"
+    node_cache.download(folder, tmp_path)
+    assert (tmp_path / "deep" / "a").read_bytes() == b"1"
+    with pytest.raises(BadInput, match="not a corpus"):
+        open_artifact(folder, "corpus")
 
 
 def test_an_unknown_scheme_is_named():

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def prepare(
 def input_name(uri: str, corpus: str) -> str:
     """What a file's URI decides: its name, and of HWU64 and SNIPS also the folder, which is the split."""
     name = storage.name_of(uri)
-    return f"{storage.name_of(posixpath.dirname(uri))}/{name}" if corpus in _IN_FOLDERS else name
+    return f"{storage.name_of(storage.parent_of(uri))}/{name}" if corpus in _IN_FOLDERS else name
 
 
 def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]:
@@ -126,7 +125,7 @@ def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]
     files = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
     if not files:
         raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
-    companions = [storage.join(posixpath.dirname(uri), companion) for uri in files if companion]
+    companions = [storage.join(storage.parent_of(uri), companion) for uri in files if companion]
     for uri in companions:
         if uri not in uris:
             raise BadInput(
@@ -173,7 +172,7 @@ def intent_words(intent: str) -> str:
 def _id_of_file(uri: str) -> str:
     """The prefix of the examples' ids: `train` for train/seq.in, else the file's name."""
     name = raw.plain_name(uri)
-    return storage.name_of(posixpath.dirname(uri)) if name == "seq.in" else name
+    return storage.name_of(storage.parent_of(uri)) if name == "seq.in" else name
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -215,11 +214,14 @@ def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> 
 
 
 def _read_seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
-    folder, name = posixpath.dirname(uri), _id_of_file(uri)
+    folder, name = storage.parent_of(uri), _id_of_file(uri)
     split = named_split(name)
     if split is None:
         raise BadInput(f"{uri}: the folder names no split; allowed: train, valid, test")
-    lines = (raw.read_lines(file, reading, account.notes) for file in (uri, f"{folder}/label"))
+    lines = (
+        raw.read_lines(file, reading, account.notes)
+        for file in (uri, storage.join(folder, "label"))
+    )
     for line, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
         if text is None or intent is None:
             longer = "seq.in" if intent is None else "label"

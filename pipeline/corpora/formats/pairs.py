@@ -111,7 +111,7 @@ def input_names(uris: Sequence[str], options: Options) -> Callable[[str], str]:
     root = _common_folder(uris)
 
     def input_name(uri: str) -> str:
-        path, split = uri.removeprefix(root), _split_of_file(uri, options)
+        path, split = storage.without_query(uri).removeprefix(root), _split_of_file(uri, options)
         return f"{split}: {path}" if split and not named_split(storage.name_of(uri)) else path
 
     return input_name
@@ -144,7 +144,7 @@ def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options, root: str
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
-    name, file_split = uri.removeprefix(root), _split_of_file(uri, options)
+    name, file_split = storage.without_query(uri).removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
     named_columns = set(options.columns.values())
 
@@ -172,7 +172,7 @@ def parse(
 
 def _common_folder(uris: Sequence[str]) -> str:
     """The URI of the innermost folder that all files lie in, with a slash at its end."""
-    folders = [f"{posixpath.dirname(uri)}/" for uri in uris]
+    folders = [f"{posixpath.dirname(storage.without_query(uri))}/" for uri in uris]
     # `commonpath` would make s3:/ of s3://.
     return os.path.commonprefix(folders).rpartition("/")[0] + "/"  # noqa: RUF071
 
@@ -180,7 +180,7 @@ def _common_folder(uris: Sequence[str]) -> str:
 def _split_of_file(uri: str, options: Options) -> Split | None:
     if options.split_by != "names" or options.split_column:
         return None
-    folder = storage.name_of(posixpath.dirname(uri)).rpartition("=")[2]  # Hive's split=train
+    folder = storage.name_of(storage.parent_of(uri)).rpartition("=")[2]  # Hive's split=train
     # A folder test_run says nothing of its files.
     return named_split(storage.name_of(uri)) or (named_split(folder) if folder.isalpha() else None)
 
@@ -322,7 +322,7 @@ def _check_groups(shards: list[str], options: Options) -> None:
     hashes_of_split = dict[str, list[Hashes]]()
     for shard in shards:
         hashes = hashing.text_hashes(_column(shard, "group_id"))
-        hashes_of_split.setdefault(storage.name_of(posixpath.dirname(shard)), []).append(hashes)
+        hashes_of_split.setdefault(storage.name_of(storage.parent_of(shard)), []).append(hashes)
     unique_hashes = [np.unique(np.concatenate(hashes)) for hashes in hashes_of_split.values()]
     if repeated_group := _repeated_value(unique_hashes, shards, "group_id"):
         raise BadInput(f"pairs.group_column {options.group_column}: {repeated_group!r} is in several splits; "

@@ -59,9 +59,9 @@ def lease(version: str) -> Beat | None:
 
     None if nothing can be written, as in a folder that is mounted read-only.
     """
-    pool, _, name = version.rstrip("/").rpartition("/")
-    pools, _, pool = pool.rpartition("/")
-    beat = Beat(storage.join(_leases(pools, pool, name), f"{uuid.uuid4().hex}.json"), _LEASE_S)
+    pool = storage.parent_of(version)
+    leases = _leases(storage.parent_of(pool), storage.name_of(pool), storage.name_of(version))
+    beat = Beat(storage.join(leases, f"{uuid.uuid4().hex}.json"), _LEASE_S)
     with suppress(OSError):
         beat.start()
         return beat

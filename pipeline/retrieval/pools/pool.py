@@ -163,7 +163,7 @@ class Pool:
         checksums.contents(artifact, folder, [shard.rows for shard in full_shards], check, only)
         shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
-        name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
+        name = storage.name_of(storage.parent_of(uri))
         return cls(artifact, name, storage.name_of(uri), shards, rotation, ends, folder)
 
     def close(self) -> None:

@@ -72,6 +72,8 @@ def test_another_model_in_the_same_folder_is_another_copy(tmp_path, node):
     second, renamed = open_external(uri)
     assert (second.local() / "config.json").read_bytes() == b"two"
     assert named["fingerprint"] != renamed["fingerprint"]
+    storage.write_bytes(f"{uri}/README.md", b"about the model")
+    assert open_external(uri)[1]["fingerprint"] == renamed["fingerprint"]
 
 
 def test_a_model_of_the_hub_is_fetched_by_every_node_at_one_commit(tiny, tmp_path, monkeypatch):
