@@ -258,6 +258,11 @@ class Ranker:
             count_errors("replica"),
         )
 
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises three times in a row."""
+        if problem := await self._service.problem():
+            raise RuntimeError(problem)
+
     def _close(self) -> None:
         self._service.close()
         self._champion_follower.close()
@@ -280,6 +285,11 @@ class RankerShard:
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
                 self._shard.preload(pool)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises three times in a row."""
+        if problem := self._shard.problem():
+            raise RuntimeError(problem)
 
     async def open(self, version: str) -> ShardFacts | ShardRefusal:
         return await self._shard.open(version)

@@ -27,6 +27,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve.batcher import SENDER
 from serve.bearer_tokens import BearerTokens
 from serve.cross_origin import CrossOrigin, origins_of_environment
 from serve.errors import CODES, Refusal, too_late_refusal
@@ -107,7 +108,8 @@ class Guard:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
-            self._check_token(scope, headers)
+            sender = self._check_token(scope, headers)
+            SENDER.set(sender)
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
@@ -117,10 +119,11 @@ class Guard:
         except _ClientGone:
             return
         else:
-            if body is not None and (early_refusal := self._early_refusal(scope)):
+            path = f"{sender} {scope['path']}"  # one sender's refusals are not another's
+            if body is not None and (early_refusal := self._early_refusal(scope, path)):
                 await early_refusal.response()(scope, receive, answer)
             else:
-                with self._pass_limit.passing(path := scope["path"]) as number:
+                with self._pass_limit.passing(path) as number:
                     if not await self._pass_on(scope, receive, body, answer):
                         return
                     if answer.is_from_full_replica:
@@ -133,23 +136,26 @@ class Guard:
                 answer.status, 1000 * (time.monotonic() - began),
             )  # fmt: skip
 
-    def _check_token(self, scope: Scope, headers: Headers) -> None:
+    def _check_token(self, scope: Scope, headers: Headers) -> str:
+        """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
         if _needs_no_token(scope["method"], _route(scope)):
-            return
-        if not self._tokens.accept(headers.get("authorization", "")):
+            return ""
+        if (sender := self._tokens.sender(headers.get("authorization", ""))) is None:
             raise Refusal("unauthorized", CODES["unauthorized"].text)
+        host, _ = scope.get("client") or ("", 0)
+        return sender or str(host)
 
-    def _early_refusal(self, scope: Scope) -> Refusal | None:
+    def _early_refusal(self, scope: Scope, path: str) -> Refusal | None:
         """The refusal of a request before it is parsed, or None.
 
-        A replica refuses what its work queue would refuse, a proxy what goes beyond its `PassLimit`.
+        A replica refuses what its batcher would refuse, a proxy what goes beyond its `PassLimit`.
         """
         deadline = scope["state"]["deadline"]
         if deadline <= time.monotonic():
             return too_late_refusal()
         if refusal := self._refusal(deadline):
             return refusal
-        if self._pass_limit.is_reached(scope["path"]):
+        if self._pass_limit.is_reached(path):
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
         return None
 

@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
+from serve.batcher import Batcher
 from serve.bearer_tokens import BearerTokens
 from serve.cross_origin import ORIGINS
 from serve.guard import Guard
 from serve.limits import Limits
-from serve.scheduling import WorkQueue
 
 from .conftest import Clock, ask, serving
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, mo
         return tokenize(texts)
 
     monkeypatch.setattr("serve.guard.time", clock)
-    monkeypatch.setattr("serve.scheduling.time", clock)
+    monkeypatch.setattr("serve.batcher.time", clock)
     monkeypatch.setattr(ranker, "candidate_rows", tokenize_slowly)
     response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
@@ -151,7 +151,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
     clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
     monkeypatch.setattr("serve.guard.time.monotonic", lambda: float(next(clock)))
     for waiting_s in (0.0, 61.5):
-        monkeypatch.setattr(WorkQueue, "seconds_before", lambda *_, s=waiting_s: s)
+        monkeypatch.setattr(Batcher, "_waiting_s", lambda *_, s=waiting_s: s)
         response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
         assert "retry-after" not in response.headers
@@ -160,7 +160,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
 def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
     one = asking(tiny_ranker("poly"))
     client = TestClient(api.create_app(one.service))
-    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: 61.5)
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: 61.5)
     response = client.post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"] == "62"
@@ -227,7 +227,7 @@ def test_texts_are_not_logged(client, caplog):
 
 def test_a_route_that_fails_has_its_line_in_the_log_and_its_id(service, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(service.queue, "admit", None)
+    monkeypatch.setattr(service.batcher, "admit", None)
     client = TestClient(api.create_app(service))
     response = client.post("/rank", json=GOOD, headers={"x-request-id": "a-1"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
@@ -488,7 +488,7 @@ def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
     tiny_ranker, asking, monkeypatch, waiting_s, asked_ms, retry_after
 ):
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
-    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: waiting_s)
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: waiting_s)
     headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
     response = client.post("/rank", content=b"{", headers=headers)
     assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)
