@@ -56,8 +56,8 @@ from serve.shards import (
     ShardUnavailable,
 )
 from serve.versions import (
-    Decider,
     Decision,
+    PollingDecider,
     Report,
     Targets,
     Versions,
@@ -363,7 +363,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     deciders = [
         DeploymentActorConfig(
             name=name,
-            actor_class=ray.remote(Decider),
+            actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
             init_kwargs={
                 "model": target.model,

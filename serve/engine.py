@@ -36,7 +36,7 @@ from pipeline.tasks.resources import best_device
 from serve.batcher import Stage
 from serve.intents import Intents
 from serve.masks import Masks
-from serve.versions import require_search
+from serve.versions import RefusedPool, require_search
 
 if TYPE_CHECKING:
     from serve.shards import ShardedPool
@@ -270,7 +270,8 @@ class Engine:
         ]
         for answer in self.searches[pool.name].run(queries):
             if not all(math.isfinite(result.score) for result in answer.results):
-                raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
+                problem = f"{pool.artifact.uri}: a search has scores that are no numbers"
+                raise RefusedPool(pool.artifact.uri, problem)
 
     def _check_vectors(self, uri: str, canaries: Sequence[tuple[str, str, Floats]]) -> None:
         """`canaries`: (id, text, vector) of rows of a pool. Raises BadInput for another model's vectors."""
@@ -281,8 +282,8 @@ class Engine:
         distances_N = np.linalg.norm(expected_ND - np.stack(vectors), axis=1)
         if not (distances_N <= _NEAR * np.linalg.norm(expected_ND, axis=1) + 1e-6).all():
             worst = ids[int(np.argmax(distances_N))]
-            raise BadInput(f"{uri}: the vector of {worst!r} is not what the model makes of its text; "
-                           "embed the pool again")  # fmt: skip
+            problem = f"the vector of {worst!r} is not what the model makes of its text"
+            raise RefusedPool(uri, f"{uri}: {problem}; embed the pool again")
 
 
 def _release(copies: Sequence[Path]) -> None:
@@ -363,9 +364,12 @@ def open_pools(model: str, pools: Sequence[str], device: str = "") -> Mapping[st
     pool_of_name: dict[str, Pool] = {}
     with ExitStack() as closing:
         for uri in pools:
-            pool = Pool.open(uri, device=device)
-            closing.callback(pool.close)
-            pool.require_model(artifact)
+            try:
+                pool = Pool.open(uri, device=device)
+                closing.callback(pool.close)
+                pool.require_model(artifact)
+            except BadInput as error:
+                raise RefusedPool(uri, error) from error
             if pool.name in pool_of_name:
                 raise BadInput(f"pools: two are named {pool.name!r}")
             pool_of_name[pool.name] = pool

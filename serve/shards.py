@@ -42,6 +42,7 @@ from serve.engine import (
 )
 from serve.errors import Refusal
 from serve.masks import Masks, RowFilter
+from serve.versions import RefusedPool
 
 OnMissingShard = Literal["refuse", "answer"]
 _VERSIONS = (
@@ -303,7 +304,7 @@ class ShardedPool:
         facts = []
         for number, reply in enumerate(replies):
             if isinstance(reply, ShardRefusal):
-                raise BadInput(f"shard {number}: {reply.message}")
+                raise RefusedPool(version, f"shard {number}: {reply.message}")
             facts.append(reply)
         self.name = str(facts[0].description["name"])
         self.version = str(facts[0].description["version"])
