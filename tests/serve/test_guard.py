@@ -10,7 +10,8 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from select import select
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from starlette.routing import Route
 
 from serve import api, guard
 from serve.batcher import Batcher
-from serve.bearer_tokens import BearerTokens
+from serve.bearer_tokens import HASHES, BearerTokens
 from serve.cross_origin import ORIGINS
 from serve.guard import Guard
 from serve.limits import Limits
@@ -31,6 +32,7 @@ from serve.limits import Limits
 from .conftest import Clock, ask, serving
 
 GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,41 @@ def test_slow_senders_hold_nobody_up(service):
         assert ask(port, "POST", "/rank", GOOD)[0] == 200
         for connection in slow:
             connection.close()
+
+
+@pytest.mark.parametrize("is_proxy", [True, False])
+def test_a_sender_without_a_token_gets_no_body_read(service, is_proxy, monkeypatch):
+    """A proxy read it: 200 unknown senders held 398 MiB for 10 s."""
+    monkeypatch.setenv(HASHES, HASH)
+    app: Any = api.create_app(service, tokens=BearerTokens([HASH]))
+    if is_proxy:
+        (middleware,) = in_proxy_without_its_log()
+        app = middleware.cls(app, **middleware.kwargs)
+    with (
+        serving(app) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        connection.sendall(head(100))
+        status, answer = read_answer(connection)
+    assert (status, answer["error"]["code"]) == (401, "unauthorized")
+
+
+def test_slow_senders_of_large_bodies_hold_no_more_memory_than_is_allowed(service):
+    app = api.create_app(service, Limits(all_bodies_bytes=1_000_000))
+    part = head(900_000) + b"x" * 600_000
+    with serving(app) as port, ExitStack() as connections:
+        first, second = (
+            connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for _ in range(2)
+        )
+        first.sendall(part)
+        second.sendall(part)
+        refused, *_ = select([first, second], [], [], 60)
+        status, answer = read_answer(refused[0])
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert ask(port, "POST", "/rank", GOOD)[0] == 200  # small bodies always pass
+    with TestClient(app) as client:  # all is given back
+        assert client.post("/rank", content=b"x" * 990_000, headers=JSON).status_code == 400
 
 
 @pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8",
@@ -191,6 +228,29 @@ def test_health_and_the_playground_need_no_token_under_a_route_prefix_either(ser
     for path in ("/prefix/health", "/prefix/ready", "/prefix/"):
         assert client.get(path).status_code == 200, path
     assert client.get("/prefix/info").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("ranker", 200),
+        ("evil.example:8000", 422),
+        ("127.0.0.1.evil.example", 422),
+        ("[evil.example", 422),
+    ],
+)
+def test_without_tokens_no_page_reaches_this_machine_by_a_name_of_its_own(service, host, status):
+    """By DNS rebinding any page of the web could ask a service on the machine of its reader."""
+    client = TestClient(api.create_app(service), client=("127.0.0.1", 1))
+    assert client.get("/info", headers={"host": host}).status_code == status
+    elsewhere = TestClient(api.create_app(service), client=("10.0.0.1", 1))
+    assert elsewhere.get("/info", headers={"host": "ranker.example"}).status_code == 200
+    app = api.create_app(service, tokens=BearerTokens([HASH]))
+    known = TestClient(app, client=("127.0.0.1", 1), headers={"authorization": f"Bearer {TOKEN}"})
+    assert known.get("/info", headers={"host": "ranker.example"}).status_code == 200
 
 
 # Request ids, HEAD, other hosts' pages
