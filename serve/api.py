@@ -6,15 +6,14 @@ The other formats that clients speak are in `wire.py`, the errors in `errors.py`
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -33,9 +32,10 @@ from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.bearer_tokens import BearerTokens
 from serve.cross_origin import CrossOrigin
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, error_responses
+from serve.errors import CODES, REFUSALS, Refusal, error_responses
 from serve.fields import FilledText, Integer, Text
 from serve.guard import Guard
+from serve.json_answers import json_answer, json_list
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.masks import RowFilter
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
@@ -203,7 +203,7 @@ class ClassifyResponse(BaseModel):
 
 
 class Health(BaseModel):
-    """`ok`: the process answers; for /ready also: a model is loaded."""
+    """`ok`: the process answers; for /ready also: a model is loaded and computes."""
 
     status: str
 
@@ -239,7 +239,7 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    refusal = service.queue.refusal if service else lambda deadline: None
+    refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
         Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
     )
@@ -252,7 +252,11 @@ def create_app(
             raise Refusal("not_ready", "no model is loaded", None, 1.0)
         return service
 
-    @app.post("/rank", responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"))
+    @app.post(
+        "/rank",
+        responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"),
+        response_model=RankResponse | list[RankResponse],
+    )
     async def rank(
         body: Annotated[
             Annotated[RankRequest, Tag("<object>")]
@@ -262,48 +266,63 @@ def create_app(
             Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
         ],
         request: Request,
-    ) -> RankResponse | list[RankResponse]:
+    ) -> Response:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
-            return _response(answer, 1000 * (time.monotonic() - began))
-        queries = _admitted_as_one([ranking_request.query() for ranking_request in body])
-        rankings = [
-            asyncio.ensure_future(ranker.rank(query, deadline, engine)) for query in queries
-        ]
+            milliseconds = 1000 * (time.monotonic() - began)
+            return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
+        with ranker.batcher.one_request():
+            rankings = [
+                asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
+                for ranking_request in body
+            ]
         try:
             answers = await asyncio.gather(*rankings)
         finally:
             for ranking in rankings:  # after a refusal nobody waits for the others
                 ranking.cancel()
         milliseconds = 1000 * (time.monotonic() - began)
-        return [_response(answer, milliseconds) for answer in answers]
+        return await json_list(
+            [functools.partial(_response, answer, milliseconds) for answer in answers],
+            sum(map(_values, answers)),
+        )
 
-    @app.post("/classify", responses=error_responses(*REFUSALS, "no_classifier"))
-    async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
+    @app.post(
+        "/classify",
+        responses=error_responses(*REFUSALS, "no_classifier"),
+        response_model=ClassifyResponse,
+    )
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
-        results = [
-            Classification(
-                intents=[
-                    Intent(intent=intent, probability=value)
-                    for intent, value in intents.classifier.best(text_intents, body.top_k)
-                ],
-                out_of_scope=text_intents.out_of_scope,
+        milliseconds = round(1000 * (time.monotonic() - began), 3)
+
+        def response() -> ClassifyResponse:
+            results = [
+                Classification(
+                    intents=[
+                        Intent(intent=intent, probability=value)
+                        for intent, value in intents.classifier.best(text_intents, body.top_k)
+                    ],
+                    out_of_scope=text_intents.out_of_scope,
+                )
+                for text_intents in classified
+            ]
+            return ClassifyResponse(
+                results=results,
+                classifier=intents.artifact.fingerprint,
+                encoder=intents.classifier.encoder_fingerprint,
+                milliseconds=milliseconds,
             )
-            for text_intents in classified
-        ]
-        return ClassifyResponse(
-            results=results,
-            classifier=intents.artifact.fingerprint,
-            encoder=intents.classifier.encoder_fingerprint,
-            milliseconds=round(1000 * (time.monotonic() - began), 3),
-        )
+
+        most_intents = min(body.top_k, len(intents.classifier.labels))
+        return await json_answer(response, 2 * most_intents * len(body.texts))
 
     @app.get("/health")
     async def health() -> Health:
@@ -312,8 +331,9 @@ def create_app(
 
     @app.get("/ready", responses=error_responses("not_ready"))
     async def ready() -> Health:
-        """Whether a model is loaded."""
-        require_service()
+        """Whether a model is loaded and computes."""
+        if await require_service().problem():
+            raise Refusal("not_ready", CODES["not_ready"].text, None, 1.0)
         return Health(status="ok")
 
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
@@ -325,15 +345,11 @@ def create_app(
     return app
 
 
-def _admitted_as_one(queries: Sequence[RankQuery]) -> list[RankQuery]:
-    """The queries as one list, which is admitted by its first one."""
-    units_ahead: Counter[str | None] = Counter()
-    listed: list[RankQuery] = []
-    for query in queries:
-        ahead = units_ahead[query.pool] if listed else None
-        listed.append(replace(query, units_ahead_in_list=ahead))
-        units_ahead[query.pool] += query.units
-    return listed
+def _values(answer: RankAnswer) -> int:
+    """The size of an answer in JSON: a result has some ten values, and an explanation a value a weight."""
+    explained = answer.explained
+    weights = explained.weights_CM.numel() + explained.attended[1].numel() if explained else 0
+    return 10 * len(answer.results) + weights
 
 
 def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:

@@ -56,8 +56,8 @@ from serve.shards import (
     ShardUnavailable,
 )
 from serve.versions import (
-    Decider,
     Decision,
+    PollingDecider,
     Report,
     Targets,
     Versions,
@@ -258,6 +258,11 @@ class Ranker:
             count_errors("replica"),
         )
 
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises three times in a row."""
+        if problem := await self._service.problem():
+            raise RuntimeError(problem)
+
     def _close(self) -> None:
         self._service.close()
         self._champion_follower.close()
@@ -280,6 +285,11 @@ class RankerShard:
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
                 self._shard.preload(pool)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises three times in a row."""
+        if problem := self._shard.problem():
+            raise RuntimeError(problem)
 
     async def open(self, version: str) -> ShardFacts | ShardRefusal:
         return await self._shard.open(version)
@@ -353,7 +363,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     deciders = [
         DeploymentActorConfig(
             name=name,
-            actor_class=ray.remote(Decider),
+            actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
             init_kwargs={
                 "model": target.model,

@@ -42,15 +42,18 @@ class BearerTokens:
         file = os.environ.get(FILE)
         return cls(_parse(os.environ.get(HASHES, ""), HASHES), Path(file) if file else None)
 
-    def accept(self, authorization: str) -> bool:
-        """Whether a request with this header may be answered: it has an accepted token, or none is needed."""
+    def sender(self, authorization: str) -> str | None:
+        """The sender of a request with this header: the hash of its token. "": nobody needs one. None: the
+        request may not be answered."""
         self._follow_file()
         hashes = self._hashes + self._hashes_of_file
         scheme, _, token = authorization.partition(" ")
         token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
         # All are compared, so the time is the same for any token.
         matches = [hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in hashes]
-        return not hashes or (scheme.lower() == "bearer" and any(matches))
+        if not hashes:
+            return ""
+        return token_hash if scheme.lower() == "bearer" and any(matches) else None
 
     def _follow_file(self) -> None:
         if self._file is None or (version := _version(self._file)) == self._version:

@@ -7,6 +7,7 @@ M vectors a context, D dimensions, C candidates.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,14 +27,16 @@ from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
 from pipeline.ranking.ranker import Ranker as LoadedRanker
+from pipeline.ranking.results import Result
+from pipeline.ranking.search import results_at
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import device, filters, top_rows
 from pipeline.tasks.resources import best_device
+from serve.batcher import Stage
 from serve.intents import Intents
 from serve.masks import Masks
-from serve.scheduling import Kind
-from serve.versions import require_search
+from serve.versions import RefusedPool, require_search
 
 if TYPE_CHECKING:
     from serve.shards import ShardedPool
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 # and delay small requests: all-MiniLM takes some 0.1 s of a core for 4,096 tokens.
 _TOKENS_A_THREAD, _TOKENS_A_GPU = 4_096, 65_536
 _SEARCHES = 16  # searches in one pass over a pool
+_ROWS_OF_A_SEARCH = 200  # whose texts are read in the time of a search of a small pool
 _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
 _CANARIES = 8  # rows of a pool that are embedded again to check its vectors
 _NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
@@ -60,8 +64,7 @@ class PoolQuery(NamedTuple):
 class PoolAnswer(NamedTuple):
     """The best rows of a pool, best first."""
 
-    places_K: Ints
-    scores_K: Floats
+    results: list[Result]
     certified: bool
 
 
@@ -70,7 +73,7 @@ class SecondStage(NamedTuple):
 
     model: Artifact
     ranker: Ranker
-    pairs: Kind
+    pairs: Stage
 
 
 class ExplainableRanking(NamedTuple):
@@ -85,7 +88,7 @@ class ExplainableRanking(NamedTuple):
 
 
 class Engine:
-    """A model with its pools. Any thread may call its methods; a `Kind` runs on one thread at a time."""
+    """A model with its pools. Any thread may call its methods; a `Stage` runs on one thread at a time."""
 
     def __init__(
         self,
@@ -122,21 +125,21 @@ class Engine:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
-        self.contexts = Kind("contexts", self._encode_contexts, tokens)
-        self.candidates = Kind("candidates", self._encode_candidates, tokens)
-        self.pairs = Kind("pairs", functools.partial(_score_pairs, self.ranker), tokens)
+        self.contexts = Stage("contexts", self._encode_contexts, tokens)
+        self.candidates = Stage("candidates", self._encode_candidates, tokens)
+        self.pairs = Stage("pairs", functools.partial(_score_pairs, self.ranker), tokens)
         self.second_stage: SecondStage | None = None
         if second_stage:
             artifact = open_artifact(second_stage, "ranker")
             ranker = LoadedRanker.load(second_stage, precision).module
             ranker.config.require_pairs()
-            kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
-            self.second_stage = SecondStage(artifact, ranker, kind)
+            stage = Stage("second_stage", functools.partial(_score_pairs, ranker), tokens)
+            self.second_stage = SecondStage(artifact, ranker, stage)
         self.intents: Intents | None = None
         if classifier:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
-        self.scores = Kind("scores", self._score, _PRODUCTS)
-        self.explanations = Kind("explanations", self._explain, tokens)
+        self.scores = Stage("scores", self._score, _PRODUCTS)
+        self.explanations = Stage("explanations", self._explain, tokens)
 
     def _load_pools(self, sharded: Sequence[ShardedPool]) -> None:
         self.sharded = {pool.name: pool for pool in sharded}
@@ -144,11 +147,11 @@ class Engine:
             raise BadInput(f"pools: two are named {duplicates[0]!r}")
         self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
         self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
-        self.searches: Mapping[str, Kind] = {}
+        self.searches: Mapping[str, Stage] = {}
         if self.pools:
             attention = self.ranker.config.search_attention
             self.searches = {
-                name: search_kind(pool, attention) for name, pool in self.pools.items()
+                name: search_stage(pool, attention) for name, pool in self.pools.items()
             }
         self.masks = Masks()
         self._warm_up()
@@ -169,7 +172,7 @@ class Engine:
         removed."""
         self._closing.close()
 
-    # Kinds of rows
+    # Stages
 
     def _encode_contexts(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         """Rows of `Ranker.context_rows` → ([M, D], [M]) each."""
@@ -266,8 +269,9 @@ class Engine:
             for context_vectors in self._encode_contexts(contexts)
         ]
         for answer in self.searches[pool.name].run(queries):
-            if not np.isfinite(answer.scores_K).all():
-                raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
+            if not all(math.isfinite(result.score) for result in answer.results):
+                problem = f"{pool.artifact.uri}: a search has scores that are no numbers"
+                raise RefusedPool(pool.artifact.uri, problem)
 
     def _check_vectors(self, uri: str, canaries: Sequence[tuple[str, str, Floats]]) -> None:
         """`canaries`: (id, text, vector) of rows of a pool. Raises BadInput for another model's vectors."""
@@ -278,8 +282,8 @@ class Engine:
         distances_N = np.linalg.norm(expected_ND - np.stack(vectors), axis=1)
         if not (distances_N <= _NEAR * np.linalg.norm(expected_ND, axis=1) + 1e-6).all():
             worst = ids[int(np.argmax(distances_N))]
-            raise BadInput(f"{uri}: the vector of {worst!r} is not what the model makes of its text; "
-                           "embed the pool again")  # fmt: skip
+            problem = f"the vector of {worst!r} is not what the model makes of its text"
+            raise RefusedPool(uri, f"{uri}: {problem}; embed the pool again")
 
 
 def _release(copies: Sequence[Path]) -> None:
@@ -292,9 +296,19 @@ def canary_places(rows: int) -> Ints:
     return np.unique(np.linspace(0, rows - 1, min(rows, _CANARIES)).astype(np.int64))
 
 
-def search_kind(pool: Pool, attention: Attention) -> Kind:
-    """Searches of a pool; one pass over the pool answers several."""
-    return Kind("search", functools.partial(_search_batch, pool, attention), _SEARCHES)
+def search_stage(pool: Pool, attention: Attention) -> Stage:
+    """Searches of a pool; one pass over the pool answers several. They cost `search_cost`."""
+    return Stage("search", functools.partial(_search_batch, pool, attention), _SEARCHES)
+
+
+def search_cost(top_k: int) -> float:
+    """The cost of a search in searches: the texts of its results are read, too."""
+    return 1 + top_k / _ROWS_OF_A_SEARCH
+
+
+def search_share(top_k: int) -> float:
+    """The cost of a search in batches."""
+    return search_cost(top_k) / _SEARCHES
 
 
 def _search_batch(
@@ -317,8 +331,9 @@ def _search_batch(
         )
         for row, (place, query) in enumerate(zip(places, group, strict=True)):
             answers[place] = PoolAnswer(
-                answer.places[row, : query.top_k],
-                answer.scores[row, : query.top_k],
+                results_at(
+                    pool, answer.places[row, : query.top_k], answer.scores[row, : query.top_k]
+                ),
                 bool(answer.certified[row]),
             )
     return [answers[place] for place in range(len(queries))]
@@ -349,9 +364,12 @@ def open_pools(model: str, pools: Sequence[str], device: str = "") -> Mapping[st
     pool_of_name: dict[str, Pool] = {}
     with ExitStack() as closing:
         for uri in pools:
-            pool = Pool.open(uri, device=device)
-            closing.callback(pool.close)
-            pool.require_model(artifact)
+            try:
+                pool = Pool.open(uri, device=device)
+                closing.callback(pool.close)
+                pool.require_model(artifact)
+            except BadInput as error:
+                raise RefusedPool(uri, error) from error
             if pool.name in pool_of_name:
                 raise BadInput(f"pools: two are named {pool.name!r}")
             pool_of_name[pool.name] = pool

@@ -40,7 +40,7 @@ CODES: Mapping[str, Meaning] = {
     "invalid_request": Meaning(422, "A field is missing, unknown, or has a value not allowed."),
     "overloaded": Meaning(429, "Too much is waiting; `Retry-After` says when to come again."),
     "internal": Meaning(500, "The request failed; the service's log says why."),
-    "not_ready": Meaning(503, "No model is loaded yet; `Retry-After` says when to come again."),
+    "not_ready": Meaning(503, "No model can answer yet; `Retry-After` says when to come again."),
     "shard_missing": Meaning(503, "A part of the pool is out of reach; `Retry-After` says when."),
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }

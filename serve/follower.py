@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 
 from pipeline.config import BadInput
 from serve.engine import Engine
-from serve.versions import RETRY_S, Decision, Report, Versions, log_failure, problem_of
+from serve.versions import (
+    RETRY_S,
+    Decision,
+    RefusedPool,
+    Report,
+    Versions,
+    log_failure,
+    problem_of,
+)
 
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
@@ -47,7 +55,8 @@ class Follower:
             decision = self._step()
             if self._engine is not None:
                 break
-            if self._prepared is None and decision.decided is None and decision.proposed is None:
+            has_nothing = decision.decided is None and decision.proposed is None
+            if self._prepared is None and has_nothing and decision.problems:
                 raise BadInput("; ".join(self.problems))
             self._stop.wait(min(self.poll_s, _START_POLL_S))
         threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
@@ -92,7 +101,8 @@ class Follower:
                 log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + RETRY_S
                 may_pass = not isinstance(error, BadInput)
-                return self._report(versions, problem_of(error), may_pass)
+                pools = (error.uri,) if isinstance(error, RefusedPool) else ()
+                return self._report(versions, pools, problem_of(error), may_pass)
             decision = self._report()
             break
         self._serve_prepared(decision)
@@ -135,9 +145,21 @@ class Follower:
             self._prepared = None
 
     def _report(
-        self, refused: Versions | None = None, problem: str = "", may_pass: bool = False
+        self,
+        refused: Versions | None = None,
+        refused_pools: tuple[str, ...] = (),
+        problem: str = "",
+        may_pass: bool = False,
     ) -> Decision:
-        report = Report(self.replica, self._serving, self._prepared_key, refused, problem, may_pass)
+        report = Report(
+            self.replica,
+            self._serving,
+            self._prepared_key,
+            refused,
+            refused_pools,
+            problem,
+            may_pass,
+        )
         decision = self.ask(report)
         self._set_problems(decision.problems)
         return decision

@@ -19,14 +19,17 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from urllib.parse import quote
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipeline.config import BadInput
+from serve.batcher import SENDER
 from serve.bearer_tokens import BearerTokens
 from serve.cross_origin import CrossOrigin, origins_of_environment
 from serve.errors import CODES, Refusal, too_late_refusal
@@ -39,6 +42,10 @@ TIMEOUT = "x-timeout-ms"
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
+_SMALL_BODY_BYTES = 65_536
+_WRONG_HOST = (
+    "host: allowed from this machine without tokens: an IP address, or a name without a dot"
+)
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
@@ -88,6 +95,7 @@ class Guard:
         self._tokens, self._is_proxy = tokens or BearerTokens(), is_proxy
         self._refusal, self._record_error = refusal, record_error
         self._pass_limit = PassLimit()
+        self._held_bytes = 0  # of the bodies of all requests
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,24 +115,26 @@ class Guard:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
-            self._check_token(scope, headers)
+            sender = self._check_token(scope, headers)
+            SENDER.set(sender)
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
-            body = await self._read_body(scope, headers, receive)
+            with self._holding() as hold:
+                body = await self._read_body(scope, headers, receive, hold)
+                path = f"{sender} {scope['path']}"  # one sender's refusals are not another's
+                if body is not None and (early_refusal := self._early_refusal(scope, path)):
+                    await early_refusal.response()(scope, receive, answer)
+                else:
+                    with self._pass_limit.passing(path) as number:
+                        if not await self._pass_on(scope, receive, body, answer):
+                            return
+                        if answer.is_from_full_replica:
+                            self._pass_limit.lower(path, number)
         except Refusal as refusal:
             await _refuse_unread(refusal, receive, answer)
         except _ClientGone:
             return
-        else:
-            if body is not None and (early_refusal := self._early_refusal(scope)):
-                await early_refusal.response()(scope, receive, answer)
-            else:
-                with self._pass_limit.passing(path := scope["path"]) as number:
-                    if not await self._pass_on(scope, receive, body, answer):
-                        return
-                    if answer.is_from_full_replica:
-                        self._pass_limit.lower(path, number)
         if not answer.is_passed_on:
             if answer.status >= 400:
                 self._record_error(answer.status)
@@ -133,23 +143,28 @@ class Guard:
                 answer.status, 1000 * (time.monotonic() - began),
             )  # fmt: skip
 
-    def _check_token(self, scope: Scope, headers: Headers) -> None:
+    def _check_token(self, scope: Scope, headers: Headers) -> str:
+        """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
         if _needs_no_token(scope["method"], _route(scope)):
-            return
-        if not self._tokens.accept(headers.get("authorization", "")):
+            return ""
+        if (sender := self._tokens.sender(headers.get("authorization", ""))) is None:
             raise Refusal("unauthorized", CODES["unauthorized"].text)
+        address = str((scope.get("client") or ("", 0))[0])
+        if not (sender or self._is_proxy or _is_safe_host(address, headers.get("host", ""))):
+            raise Refusal("invalid_request", _WRONG_HOST, "host")
+        return sender or address
 
-    def _early_refusal(self, scope: Scope) -> Refusal | None:
+    def _early_refusal(self, scope: Scope, path: str) -> Refusal | None:
         """The refusal of a request before it is parsed, or None.
 
-        A replica refuses what its work queue would refuse, a proxy what goes beyond its `PassLimit`.
+        A replica refuses what its batcher would refuse, a proxy what goes beyond its `PassLimit`.
         """
         deadline = scope["state"]["deadline"]
         if deadline <= time.monotonic():
             return too_late_refusal()
         if refusal := self._refusal(deadline):
             return refusal
-        if self._pass_limit.is_reached(scope["path"]):
+        if self._pass_limit.is_reached(path):
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
         return None
 
@@ -198,7 +213,30 @@ class Guard:
         await answer.rewrite_rays_error()
         return True
 
-    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+    @contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a request's body among those of all requests, until it is answered. The
+        function takes so many more bytes, or raises Refusal."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self._held_bytes += size
+            is_full = self._held_bytes > self._limits.all_bodies_bytes
+            if is_full and held > _SMALL_BODY_BYTES:
+                raise Refusal(
+                    "overloaded", "the bodies of other requests take the memory", None, 1.0
+                )
+
+        try:
+            yield hold
+        finally:
+            self._held_bytes -= held
+
+    async def _read_body(
+        self, scope: Scope, headers: Headers, receive: Receive, hold: Callable[[int], None]
+    ) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
         if scope["method"] not in METHODS_WITH_BODY:
             return None
@@ -216,6 +254,7 @@ class Guard:
         if len(body) > max_bytes:
             raise _too_large_refusal(max_bytes)
         if body:
+            hold(len(body))
             return bytes(body)
         try:
             async with asyncio.timeout(self._limits.upload_s):
@@ -224,7 +263,8 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
-                    body += message.get("body", b"")
+                    hold(len(part := message.get("body", b"")))
+                    body += part
                     if len(body) > max_bytes:
                         raise _too_large_refusal(max_bytes)
                     has_more = message.get("more_body", False)
@@ -281,6 +321,23 @@ def _needs_no_token(method: str, path: str) -> bool:
     return is_page or path in _PATHS_WITHOUT_TOKEN or method == "OPTIONS"
 
 
+def _is_safe_host(client: str, host: str) -> bool:
+    """Whether a client without a token may ask by this value of the header Host.
+
+    A page of the web may let its own name mean this machine (DNS rebinding). Its requests come from this
+    machine then, and their Host is a name with a dot."""
+    try:
+        if not ip_address(client).is_loopback:
+            return True
+    except ValueError:  # a socket in the file system
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return "." not in name or bool(ip_address(name))
+    except ValueError:
+        return False
+
+
 class _ClientGone(Exception):
     """The client has closed the connection."""
 
@@ -300,9 +357,16 @@ def in_proxy() -> list[Middleware]:
     from serve.metrics import count_errors
 
     log_to_stderr()
+    try:
+        tokens = BearerTokens.of_environment()
+    except BadInput as error:  # replicas check them, too, and do not start
+        _log.error("the proxy checks no tokens: %s", error)
+        tokens = BearerTokens()
     # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.
     limits = Limits(timeout_ms=MAX_TIMEOUT_MS)
-    guard = Middleware(Guard, limits=limits, is_proxy=True, record_error=count_errors("proxy"))
+    guard = Middleware(
+        Guard, limits=limits, tokens=tokens, is_proxy=True, record_error=count_errors("proxy")
+    )
     if origins := origins_of_environment():
         return [guard, Middleware(CrossOrigin, origins=origins)]  # Serve puts the last one first
     return [guard]

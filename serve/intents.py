@@ -11,7 +11,7 @@ from pipeline.classification.encoder import FrozenEncoder
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
 from pipeline.tasks.resources import best_device
-from serve.scheduling import Kind
+from serve.batcher import Stage
 
 
 class Intents:
@@ -33,11 +33,11 @@ class Intents:
                 self.classifier, encode=replace(self.classifier.encode, precision=precision)
             )
             self.encoder = head.load_encoder(best_device())
-        self.kind = Kind("intents", self._classify, batch_tokens)
-        self.kind.run(self.rows(["warm up"]))
+        self.stage = Stage("intents", self._classify, batch_tokens)
+        self.stage.run(self.rows(["warm up"]))
 
     def rows(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, which are the rows of `kind`."""
+        """The token ids of each text, which are the rows of `stage`."""
         return self.encoder.rows(texts)
 
     def _classify(self, rows: Sequence[Sequence[int]]) -> list[Classified]:

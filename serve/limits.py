@@ -18,6 +18,11 @@ class Limits(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     body_bytes: int = Field(default=2_000_000, ge=1_000, description="Size of a request's body.")
+    all_bodies_bytes: int = Field(
+        default=64_000_000,
+        ge=1_000_000,
+        description="Size of the bodies of all requests at once. Bodies of 64 KiB or less always pass.",
+    )
     upload_s: float = Field(
         default=10.0, gt=0, description="Seconds in which the body must arrive."
     )

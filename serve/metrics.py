@@ -11,7 +11,7 @@ from ray.util.metrics import Counter
 
 if TYPE_CHECKING:  # a proxy loads this module, and no torch
     from serve.answered_by import ModelAnswer
-    from serve.scheduling import Batch
+    from serve.batcher import Batch
     from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -90,11 +90,11 @@ class Metrics:
 
     def record_batch(self, batch: Batch) -> None:
         """Records a batch."""
-        tags = {"stage": batch.kind}
+        tags = {"stage": batch.stage}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
         self._rows.observe(batch.rows, tags)
-        self._units.inc(batch.units, tags)
+        self._units.inc(batch.cost, tags)
 
     def record_ranking(self, answer: RankAnswer) -> None:
         """Records a ranking of /rank."""

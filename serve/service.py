@@ -1,4 +1,4 @@
-"""Answers queries: tokenises, hands rows to the work queue, and sorts the results.
+"""Answers queries: tokenises, hands rows to the batcher, and sorts the results.
 
 A query takes one engine at its beginning and uses no other, so no answer mixes two versions.
 """
@@ -20,16 +20,23 @@ import torch
 from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
-from pipeline.ranking.search import results_at
-from serve.engine import Engine, ExplainableRanking, PoolQuery, SecondStage
+from serve.batcher import SENDER, Batch, Batcher, Stage
+from serve.engine import (
+    Engine,
+    ExplainableRanking,
+    PoolQuery,
+    SecondStage,
+    search_cost,
+    search_share,
+)
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.masks import ALL_ROWS, RowFilter
-from serve.scheduling import Batch, WorkQueue
 
 ResultT = TypeVar("ResultT")
 # Candidates of a pool that the second stage scores. Not tuned.
 _SECOND_STAGE = 50
+_HEALTH_S = 5.0  # for the answer to a query of a health check
 
 
 class CandidateText(NamedTuple):
@@ -50,14 +57,6 @@ class RankQuery:
     rows: RowFilter = ALL_ROWS
     """Of the pool."""
     explain: bool = False
-    units_ahead_in_list: float | None = None
-    """In a list of queries: the units of those before this one that have the same pool, or none as this one.
-    None: it is the first one, which is admitted for all, or in no list."""
-
-    @property
-    def units(self) -> int:
-        """Its size, for the admission: a search of a pool takes as long for any query."""
-        return 1 if self.candidates is None else 1 + len(self.candidates)
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,21 @@ class _PoolResults(NamedTuple):
     missing_shards: Sequence[int] = ()
 
 
+class _TextsToScore(NamedTuple):
+    """A context and candidates as tokens."""
+
+    context_row: Sequence[int]
+    rows: Sequence[Sequence[int]]
+    """The distinct texts."""
+    places: list[int]
+    """For each text of the request its place in `rows`."""
+    tokens: int
+    cost: float
+    """In batches."""
+
+
 def _require_pool(engine: Engine, name: str) -> None:
-    """Raises Refusal for an unknown pool, before admission: the work queue keeps times by pool."""
+    """Raises Refusal for an unknown pool, before admission: the batcher keeps times by pool."""
     if name not in engine.pool_rows:
         served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
         raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
@@ -118,22 +130,22 @@ class Service:
     def __init__(
         self,
         champion: Callable[[], Engine],
-        most_waiting_s: float,
-        watch: Callable[[Batch], None] = lambda batch: None,
+        max_wait_s: float,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
         record_ranking: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
         candidate: Callable[[], Engine | None] = lambda: None,
     ) -> None:
         """`champion` returns the engine that the service stands for; `candidate` one for the next request
-        instead, or None. `watch` and `record_ranking` are for metrics."""
+        instead, or None. `on_batch` and `record_ranking` are for metrics."""
         self._champion, self._candidate, self._record_ranking = champion, candidate, record_ranking
-        self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
-        self._watch = watch
+        self.batcher = Batcher(max_wait_s, on_batch, batch_rows)
+        self._on_batch = on_batch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     def close(self) -> None:
-        self.queue.close()
+        self.batcher.close()
         self._tokenizing.shutdown(wait=False)
 
     def choose_engine(self) -> Engine:
@@ -154,12 +166,29 @@ class Service:
         self._record_ranking(answer)
         return answer
 
+    async def problem(self) -> str:
+        """The reason why no request can be answered, or "".
+
+        If the latest batches failed, it asks the champion, which requests that cannot be computed do not
+        make sick."""
+        if not (problem := self.batcher.problem()) and self.batcher.is_failing:
+            texts = self.champion.sample_texts()
+            candidates = [CandidateText(text, text) for text in texts]
+            query = RankQuery(texts[:1], candidates, None, 1)
+            SENDER.set("health check")
+            try:
+                await self._answer(query, time.monotonic() + _HEALTH_S, self.champion)
+            except Exception as error:
+                problem = f"batches fail: {error!r}"
+        return problem
+
     async def rehearse(self, engine: Engine, deadline: float) -> None:
         """Ranks some texts of an engine's pools before clients ask it. Otherwise a new replica would admit
-        any burst of requests, because its queue would not know how long one takes.
+        any burst of requests, because its batcher would not know how long one takes.
 
-        It asks three times, as the queue ignores the first measurement. A busy queue, which knows the times,
+        It asks three times, as the batcher ignores the first measurement. A busy one, which knows the times,
         may refuse."""
+        SENDER.set("rehearsal")
         texts = engine.sample_texts()
         candidates = [CandidateText(text, text) for text in texts]
         queries = [RankQuery(texts[:1], candidates, None, len(texts))]
@@ -172,53 +201,63 @@ class Service:
         if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        name = "rank"
-        if query.pool is not None:
-            _require_pool(engine, query.pool)
-            name = f"search {query.pool}"
-        with self.queue.admit(name, query.units, deadline, query.units_ahead_in_list):
-            if query.pool is not None:
-                return await self._search(engine, query, query.pool, deadline)
+        if query.pool is None:
             return await self._rank_candidates(engine, query, deadline)
+        _require_pool(engine, query.pool)
+        cost = search_share(_search_depth(engine, query))
+        with self.batcher.admit(f"search {query.pool}", cost, deadline) as is_first:
+            return await self._search(engine, query, query.pool, deadline, not is_first)
 
     async def _rank_candidates(
         self, engine: Engine, query: RankQuery, deadline: float
     ) -> RankAnswer:
         candidates = query.candidates or []
         texts = [candidate.text for candidate in candidates]
-        scores, _, explainable = await self._score_texts(engine, query.context, texts, deadline)
-        ids = [candidate.id for candidate in candidates]
-        results = best_results(ids, texts, scores, query.top_k)
-        explained = None
-        if query.explain and explainable is not None:
-            order = [result.index for result in results]
-            ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
-            explained = await self._explain(engine, ranking, deadline)
+        texts_to_score = await self._texts_to_score(engine, query.context, texts)
+        with self.batcher.admit("rank", texts_to_score.cost, deadline):
+            scores, explainable = await self._score(engine, texts_to_score, deadline)
+            ids = [candidate.id for candidate in candidates]
+            results = best_results(ids, texts, scores, query.top_k)
+            explained = None
+            if query.explain and explainable is not None:
+                order = [result.index for result in results]
+                ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
+                explained = await self._explain(engine, ranking, deadline)
         return RankAnswer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
     ) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
-        with self.queue.admit("rank", 1 + len(texts), deadline):
-            scores, tokens, _ = await self._score_texts(engine, context, texts, deadline)
-        return scores, tokens
+        texts_to_score = await self._texts_to_score(engine, context, texts)
+        with self.batcher.admit("rank", texts_to_score.cost, deadline):
+            scores, _ = await self._score(engine, texts_to_score, deadline)
+        return scores, texts_to_score.tokens
 
-    async def _score_texts(
-        self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
-    ) -> tuple[list[float], int, ExplainableRanking | None]:
-        """The scores, the tokens read, and where the model has vectors those of the context and of all
-        texts."""
+    async def _texts_to_score(
+        self, engine: Engine, context: Sequence[str], texts: Sequence[str]
+    ) -> _TextsToScore:
         distinct_texts = list(dict.fromkeys(texts))
         place_of = {text: place for place, text in enumerate(distinct_texts)}
-        places = [place_of[text] for text in texts]
-        explainable = None
         context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
         rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
         if engine.has_vectors:
+            tokens = len(context_row) + sum(map(len, rows))
+        else:
+            tokens = sum(len(context_row) + len(row) - 1 for row in rows)  # one [CLS] for both
+        cost = tokens / engine.candidates.batch_cost
+        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens, cost)
+
+    async def _score(
+        self, engine: Engine, texts: _TextsToScore, deadline: float
+    ) -> tuple[list[float], ExplainableRanking | None]:
+        """The scores, and where the model has vectors those of the context and of all texts."""
+        context_row, rows, places, _, _ = texts
+        explainable = None
+        if engine.has_vectors:
             context_vectors, vectors = await asyncio.gather(
-                self.queue.run(engine.contexts, [context_row], [len(context_row)], deadline),
-                self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline),
+                self.batcher.run(engine.contexts, [context_row], [len(context_row)], deadline),
+                self.batcher.run(engine.candidates, rows, list(map(len, rows)), deadline),
             )
             vectors_MD, mask_M = context_vectors[0]
             products = len(rows) * vectors_MD.numel()
@@ -227,19 +266,17 @@ class Service:
             explainable = ExplainableRanking(
                 context_row, vectors_MD, mask_M, lambda: vectors_CD[places]
             )
-            (scores,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
-            tokens = len(context_row) + sum(map(len, rows))
+            (scores,) = await self.batcher.run(engine.scores, [ranking], [products], deadline)
         else:
             pairs = [(context_row, row) for row in rows]
-            sizes = [len(context_row) + len(row) - 1 for row in rows]  # one [CLS] for both
-            scores = await self.queue.run(engine.pairs, pairs, sizes, deadline)
-            tokens = sum(sizes)
-        return [scores[place] for place in places], tokens, explainable
+            sizes = [len(context_row) + len(row) - 1 for row in rows]
+            scores = await self.batcher.run(engine.pairs, pairs, sizes, deadline)
+        return [scores[place] for place in places], explainable
 
     async def _explain(
         self, engine: Engine, ranking: ExplainableRanking, deadline: float
     ) -> Explained:
-        explained: list[Explained] = await self.queue.run(
+        explained: list[Explained] = await self.batcher.run(
             engine.explanations, [ranking], [len(ranking.row)], deadline
         )
         return explained[0]
@@ -248,19 +285,25 @@ class Service:
         self, engine: Engine, texts: Sequence[str], deadline: float
     ) -> tuple[torch.Tensor, int]:
         """([N, D], tokens read)"""
-        with self.queue.admit("candidates", len(texts), deadline):
-            rows = await self._tokenize(engine.ranker.candidate_rows, texts)
-            vectors = await self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline)
-        return torch.stack(vectors), sum(map(len, rows))
+        rows = await self._tokenize(engine.ranker.candidate_rows, texts)
+        return torch.stack(await self._run_alone(engine.candidates, rows, deadline)), sum(
+            map(len, rows)
+        )
 
     async def context_vectors(
         self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         """(([M, D], [M]) of each context, tokens read)"""
-        with self.queue.admit("contexts", len(contexts), deadline):
-            rows = await self._tokenize(engine.ranker.context_rows, contexts)
-            vectors = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
-        return vectors, sum(map(len, rows))
+        rows = await self._tokenize(engine.ranker.context_rows, contexts)
+        return await self._run_alone(engine.contexts, rows, deadline), sum(map(len, rows))
+
+    async def _run_alone(
+        self, stage: Stage, rows: Sequence[Sequence[int]], deadline: float
+    ) -> list[Any]:
+        """Admits and computes a request that has one stage, of tokens."""
+        sizes = list(map(len, rows))
+        with self.batcher.admit(stage.name, sum(sizes) / stage.batch_cost, deadline):
+            return await self.batcher.run(stage, rows, sizes, deadline)
 
     async def classify(
         self, texts: Sequence[str], deadline: float, engine: Engine | None = None
@@ -272,18 +315,22 @@ class Service:
         if intents is None:
             raise Refusal("no_classifier", CODES["no_classifier"].text)
         distinct_texts = list(dict.fromkeys(texts))
-        with self.queue.admit("intents", len(distinct_texts), deadline):
-            rows = await self._tokenize(intents.rows, distinct_texts)
-            classified = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
+        rows = await self._tokenize(intents.rows, distinct_texts)
+        classified = await self._run_alone(intents.stage, rows, deadline)
         classified_of_text = dict(zip(distinct_texts, classified, strict=True))
         return intents, [classified_of_text[text] for text in texts]
 
     async def _search(
-        self, engine: Engine, query: RankQuery, name: str, deadline: float
+        self, engine: Engine, query: RankQuery, name: str, deadline: float, is_admitted: bool
     ) -> RankAnswer:
+        """`is_admitted`: it belongs to a list, whose first part was admitted; for the shards."""
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        search = self._search_shards if name in engine.sharded else self._search_local
-        pool_results = await search(engine, query, name, row, deadline)
+        if name in engine.sharded:
+            pool_results = await self._search_shards(
+                engine, query, name, row, deadline, is_admitted
+            )
+        else:
+            pool_results = await self._search_local(engine, query, name, row, deadline)
         results = pool_results.results
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
@@ -314,22 +361,36 @@ class Service:
         row_mask = await engine.masks.allowed_rows(pool, query.rows)
         if row_mask is not None and not row_mask.any():
             return _PoolResults([], True, pool.version)
-        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        pool_query = PoolQuery(vectors_MD, mask_M, _search_depth(engine, query), row_mask)
-        (answer,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
-        results = results_at(pool, answer.places_K, answer.scores_K)
+        ((vectors_MD, mask_M),) = await self.batcher.run(
+            engine.contexts, [row], [len(row)], deadline
+        )
+        top_k = _search_depth(engine, query)
+        pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
+        (answer,) = await self.batcher.run(
+            engine.searches[name], [pool_query], [search_cost(top_k)], deadline
+        )
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
 
-        return _PoolResults(results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at)
+        return _PoolResults(
+            answer.results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at
+        )
 
     async def _search_shards(
-        self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
+        self,
+        engine: Engine,
+        query: RankQuery,
+        name: str,
+        row: Sequence[int],
+        deadline: float,
+        is_admitted: bool,
     ) -> _PoolResults:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
-        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
+        ((vectors_MD, mask_M),) = await self.batcher.run(
+            engine.contexts, [row], [len(row)], deadline
+        )
         shard_results = await pool.search(
             vectors_MD.numpy(),
             mask_M.numpy(),
@@ -338,7 +399,7 @@ class Service:
             query.rows,
             query.explain,
             deadline,
-            query.units_ahead_in_list,
+            is_admitted,
         )
         results = [
             Result(hit.place, hit.id, hit.text, hit.score, hit.columns)
@@ -369,7 +430,7 @@ class Service:
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         sizes = [len(context) + len(row) for row in rows]
         pairs = [(context, row) for row in rows]
-        scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
+        scores = await self.batcher.run(stage.pairs, pairs, sizes, deadline)
         rescored = [
             replace(result, score=score) for result, score in zip(results, scores, strict=True)
         ]
@@ -382,7 +443,7 @@ class Service:
             began = time.monotonic()
             rows = rows_of(texts)
             seconds = time.monotonic() - began
-            self._watch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
+            self._on_batch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
             return rows
 
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)

@@ -31,10 +31,18 @@ from pipeline.retrieval.pools.lock import Beat, lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.pools.shard import Share
 from pipeline.retrieval.search import device, filters
-from serve.engine import PoolQuery, canary_places, search_device, search_kind
+from serve.batcher import SENDER, Batch, Batcher, Stage
+from serve.engine import (
+    PoolQuery,
+    canary_places,
+    search_cost,
+    search_device,
+    search_share,
+    search_stage,
+)
 from serve.errors import Refusal
 from serve.masks import Masks, RowFilter
-from serve.scheduling import Batch, Kind, WorkQueue
+from serve.versions import RefusedPool
 
 OnMissingShard = Literal["refuse", "answer"]
 _VERSIONS = (
@@ -58,8 +66,9 @@ class ShardQuery:
     with_vectors: bool
     timeout_s: float
     """A later answer is of no use."""
-    units_ahead_in_list: float | None = None
-    """In a list of queries: the searches of this pool before this one. None: it is the first one."""
+    sender: str
+    is_admitted: bool
+    """Whether it belongs to a list of queries that was admitted."""
 
 
 class ShardRow(NamedTuple):
@@ -106,20 +115,27 @@ class PoolShard:
     def __init__(
         self,
         share: Share,
-        most_waiting_s: float,
-        watch: Callable[[Batch], None] = lambda batch: None,
+        max_wait_s: float,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self._share = share
-        self._queue = WorkQueue(most_waiting_s, watch)
+        self.batcher = Batcher(max_wait_s, on_batch)
         self._open_shards: OrderedDict[str, _OpenShard] = OrderedDict()
         self._lock = threading.Lock()
         self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="open-version")
 
     def close(self) -> None:
-        self._queue.close()
+        self.batcher.close()
         self._opening.shutdown(wait=False)
         for shard in self._open_shards.values():
             shard.close()
+
+    def problem(self) -> str:
+        """The reason why nothing can be searched, or ""."""
+        is_failing = (
+            self.batcher.is_failing
+        )  # a query that cannot be searched has failed in the ranker
+        return self.batcher.problem() or ("searches fail" if is_failing else "")
 
     def preload(self, pool: str) -> None:
         """Opens the CURRENT version of a pool. Raises BadInput or OSError."""
@@ -179,26 +195,30 @@ class PoolShard:
     async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
-        if row_mask is not None and not row_mask.any():
-            return ShardAnswer([], True)
-        pool_query = PoolQuery(
-            torch.from_numpy(query.vectors_MD),
-            torch.from_numpy(query.mask_M),
-            query.top_k,
-            row_mask,
-        )
-        with self._queue.admit("search", 1, deadline, query.units_ahead_in_list):
-            kind = shard.searches(query.attention)
-            (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
+        SENDER.set(query.sender)
+        name = f"search {shard.pool.name}"
+        with self.batcher.admit(name, search_share(query.top_k), deadline, query.is_admitted):
+            row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
+            if row_mask is not None and not row_mask.any():
+                return ShardAnswer([], True)
+            pool_query = PoolQuery(
+                torch.from_numpy(query.vectors_MD),
+                torch.from_numpy(query.mask_M),
+                query.top_k,
+                row_mask,
+            )
+            stage, cost = shard.searches(query.attention), search_cost(query.top_k)
+            (answer,) = await self.batcher.run(stage, [pool_query], [cost], deadline)
         rows = []
-        pool_rows = shard.pool.rows_at(answer.places_K, shard.columns)
-        scores = answer.scores_K.tolist()
-        for place, score, row in zip(answer.places_K.tolist(), scores, pool_rows, strict=True):
-            columns = {name: row[name] for name in shard.columns}
-            vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
-            pool_place = shard.first + place
-            rows.append(ShardRow(pool_place, row["id"], row["text"], score, columns, vector))
+        for result in answer.results:
+            place = np.array([result.index])
+            vector_D = shard.pool.vectors_at(place)[0] if query.with_vectors else None
+            pool_place = shard.first + result.index
+            rows.append(
+                ShardRow(
+                    pool_place, result.id, result.text, result.score, dict(result.columns), vector_D
+                )
+            )
         return ShardAnswer(rows, answer.certified)
 
 
@@ -212,8 +232,8 @@ class _OpenShard:
         self.columns = filters.columns(pool)
         self._lease: Beat | None = lease(pool.artifact.uri)
         self.masks = Masks()
-        self.searches = functools.cache(self._kind)
-        """A kind of work for each attention."""
+        self.searches = functools.cache(self._stage)
+        """A stage for each attention."""
         if pool.on_device is not None:
             # For the vectors of the model, if it can still be read where it was; else the first query waits.
             with suppress(BadInput, OSError):
@@ -225,8 +245,8 @@ class _OpenShard:
         if self._lease is not None:
             self._lease.stop()
 
-    def _kind(self, attention: Attention) -> Kind:
-        return search_kind(self.pool, attention)
+    def _stage(self, attention: Attention) -> Stage:
+        return search_stage(self.pool, attention)
 
     def facts(self) -> ShardFacts:
         places = canary_places(len(self.pool))
@@ -284,7 +304,7 @@ class ShardedPool:
         facts = []
         for number, reply in enumerate(replies):
             if isinstance(reply, ShardRefusal):
-                raise BadInput(f"shard {number}: {reply.message}")
+                raise RefusedPool(version, f"shard {number}: {reply.message}")
             facts.append(reply)
         self.name = str(facts[0].description["name"])
         self.version = str(facts[0].description["version"])
@@ -306,7 +326,7 @@ class ShardedPool:
         rows: RowFilter,
         with_vectors: bool,
         deadline: float,
-        units_ahead_in_list: float | None = None,
+        is_admitted: bool = False,
     ) -> Merged:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
@@ -322,7 +342,8 @@ class ShardedPool:
             rows,
             with_vectors,
             timeout_s,
-            units_ahead_in_list,
+            SENDER.get(),
+            is_admitted,
         )
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))

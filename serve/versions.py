@@ -1,10 +1,11 @@
 """The model and pool versions of a service, and the change of all replicas to new ones together.
 
 One `Decider` for all replicas polls the pools' CURRENT files and the model's alias in MLflow's registry, and
-proposes new versions. Each replica's `Follower` loads the proposal beside what it serves, checks it, and
-reports the result. When all replicas have loaded it, the proposal becomes the decision. Each replica swaps by
-one assignment when it next asks the decider, within `poll_s`. If one replica refuses a version, no replica
-takes it: the old versions stay, and the reason is reported.
+proposes new versions. It polls on a thread of its own: a registry that hangs delays no replica. Each
+replica's `Follower` loads the proposal beside what it serves, checks it, and reports the result. When all
+replicas have loaded it, the proposal becomes the decision. Each replica swaps by one assignment when it next
+asks the decider, within `poll_s`. If one replica refuses a version, no replica takes it: the old versions
+stay, and the reason is reported.
 
 The decider has a process of its own, which loads this module and no model. Without torch its start takes 5 s
 of a processor less, and it needs a quarter of the memory.
@@ -16,6 +17,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -69,10 +71,20 @@ class Report:
     """Key of versions that the replica has loaded and does not serve yet."""
     refused: Versions | None = None
     """Versions that the replica could not load."""
+    refused_pools: tuple[str, ...] = ()
+    """URIs of the pool versions that are the reason; none: any may be."""
     problem: str = ""
     """The reason."""
     may_pass: bool = False
     """Whether the problem may pass by itself, such as an error of the network."""
+
+
+class RefusedPool(BadInput):
+    """A version of a pool that cannot be served."""
+
+    def __init__(self, uri: str, problem: object) -> None:
+        super().__init__(str(problem))
+        self.uri = uri
 
 
 @dataclass(frozen=True)
@@ -194,14 +206,14 @@ class _RefusedVersions:
 
     problem: str
     pools: tuple[str, ...]
-    """The pool versions that the problem names."""
+    """The pool versions that are the reason."""
     until: float
     """The time from which they may be proposed again."""
 
 
 class Decider:
     """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
-    is served."""
+    is served, and decides nothing else before each living replica has reported."""
 
     def __init__(self, model: str, pools: Sequence[str], poll_s: float) -> None:
         """`model` and `pools` as in `Targets`, as plain types: Serve turns a dataclass into a dictionary."""
@@ -211,11 +223,17 @@ class Decider:
         self._replicas: dict[str, _Replica] = {}
         self._refused: dict[str, _RefusedVersions] = {}
         self._problems: list[str] = []
-        self._polled_at = -poll_s
+        self._decides_from = -math.inf
+        """The time by which all living replicas have reported."""
+        self._lock = threading.Lock()
+        self._is_due = threading.Event()
 
     def follow(self, report: Report) -> Decision:
-        """Takes a replica's report, and answers what to serve and what to load."""
-        now = time.monotonic()
+        """Takes a replica's report, and answers what to serve and what to load. It waits for nothing."""
+        with self._lock:
+            return self._follow(report, time.monotonic())
+
+    def _follow(self, report: Report, now: float) -> Decision:
         patience_s = _SILENT_POLLS * self._poll_s
         self._replicas = {
             name: replica
@@ -225,36 +243,44 @@ class Decider:
         is_new = report.replica not in self._replicas
         serving = report.serving.key if report.serving else ""
         self._replicas[report.replica] = _Replica(now, report.prepared, serving)
-        self._decided = self._decided or report.serving
+        if self._decided is None and report.serving is not None:
+            self._decided, self._decides_from = report.serving, now + patience_s
         self._refused = {
             key: refusal for key, refusal in self._refused.items() if now < refusal.until
         }
         if report.refused:
             self._refuse(report.refused, report, now)
         elif is_new and self._decided is None:  # it may load what its predecessor could not
-            self._refused = {}
-            self._polled_at = -self._poll_s
-        if now - self._polled_at >= self._poll_s:
-            self._polled_at = now
-            self._poll_targets()
+            self._refused, self._problems = {}, []
+            self._is_due.set()
         proposed, living = self._proposed, self._replicas.values()
-        if proposed and all(
-            proposed.key in (replica.prepared, replica.serving) for replica in living
+        has_heard_all = now >= self._decides_from
+        if (
+            proposed
+            and has_heard_all
+            and all(proposed.key in (replica.prepared, replica.serving) for replica in living)
         ):
             self._decided, self._proposed = proposed, None
         refusals = [refusal.problem for refusal in self._refused.values()]
         return Decision(self._decided, self._proposed, (*self._problems, *refusals))
 
-    def _poll_targets(self) -> None:
-        refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
-        try:
+    def poll(self) -> None:
+        """Looks for the wanted versions; that may take long."""
+        with self._lock:
+            refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
             served_pools = self._decided.pools if self._decided else ()
+        try:
             wanted, problems = resolve(self._targets, refused_pools, served_pools)
         except Exception as error:
-            if [problem_of(error)] != self._problems:
-                log_failure("cannot resolve the wanted versions", error)
-            self._problems = [problem_of(error)]
+            with self._lock:
+                if [problem_of(error)] != self._problems:
+                    log_failure("cannot resolve the wanted versions", error)
+                self._problems = [problem_of(error)]
             return
+        with self._lock:
+            self._propose(wanted, problems)
+
+    def _propose(self, wanted: Versions, problems: list[str]) -> None:
         for problem in problems:
             if problem not in self._problems:
                 _log.warning("%s", problem)
@@ -265,17 +291,30 @@ class Decider:
         self._proposed = None if is_served or wanted.key in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
-        """Remembers refused versions: the pool versions that the problem names, or all."""
-        pools = tuple(pool for pool in versions.pools if pool in report.problem)
+        """Remembers refused versions: the pool versions that are the reason, or all."""
         until = now + RETRY_S if report.may_pass else math.inf
-        self._refused[versions.key] = _RefusedVersions(report.problem, pools, until)
+        self._refused[versions.key] = _RefusedVersions(report.problem, report.refused_pools, until)
         self._proposed = None
-        self._polled_at = -self._poll_s
+        self._is_due.set()
         decided = self._decided
         if decided and decided.key == versions.key:
             served_keys = (replica.serving for replica in self._replicas.values())
             if decided.key not in served_keys:  # its files have gone: decide again
                 self._decided = None
+
+
+class PollingDecider(Decider):
+    """Polls on a thread."""
+
+    def __init__(self, model: str, pools: Sequence[str], poll_s: float) -> None:
+        super().__init__(model, pools, poll_s)
+        threading.Thread(target=self._poll_again_and_again, name="poll", daemon=True).start()
+
+    def _poll_again_and_again(self) -> None:
+        while True:
+            self.poll()
+            self._is_due.wait(self._poll_s)
+            self._is_due.clear()
 
 
 def problem_of(error: Exception) -> str:

@@ -23,16 +23,17 @@ import base64
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
 from serve.answered_by import name_engine
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
+from serve.json_answers import json_answer
 from serve.service import Service
 from serve.wire_bodies import (
     AnyRerank,
@@ -84,27 +85,35 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         """Version 2 of Cohere's format."""
         return await _rerank(require_service(), body, request, "2")
 
-    @app.post("/embed", responses=error_responses(*REFUSALS))
-    async def embed(body: EmbedRequest, request: Request) -> list[list[float]]:
+    @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
+    async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
         return await _embed(require_service(), body, request)
 
-    @app.post("/v1/embeddings", responses=error_responses(*REFUSALS))
-    async def embeddings(body: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
+    @app.post(
+        "/v1/embeddings",
+        responses=error_responses(*REFUSALS),
+        response_model=EmbeddingsResponse,
+    )
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
         text_vectors = await _encode_texts(require_service(), body.input, request, body.dimensions)
-        vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
-        embeddings_N = (
-            _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
-        )
-        return EmbeddingsResponse(
-            data=[
-                Embedding(index=place, embedding=vector)
-                for place, vector in enumerate(embeddings_N)
-            ],
-            model=text_vectors.engine.model.fingerprint,
-            usage=_usage(text_vectors.tokens),
-        )
+
+        def response() -> EmbeddingsResponse:
+            vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
+            embeddings_N = (
+                _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
+            )
+            return EmbeddingsResponse(
+                data=[
+                    Embedding(index=place, embedding=vector)
+                    for place, vector in enumerate(embeddings_N)
+                ],
+                model=text_vectors.engine.model.fingerprint,
+                usage=_usage(text_vectors.tokens),
+            )
+
+        return await json_answer(response, text_vectors.vectors_ND.numel())
 
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
@@ -113,10 +122,12 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
         return ModelList(data=[ModelCard(id=model.fingerprint, created=int(created))])
 
-    @app.post("/", responses=error_responses(*REFUSALS))
-    async def hugging_face(
-        body: HuggingFaceRequest, request: Request
-    ) -> list[float] | list[list[float]]:
+    @app.post(
+        "/",
+        responses=error_responses(*REFUSALS),
+        response_model=list[float] | list[list[float]],
+    )
+    async def hugging_face(body: HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, EmbedRequest):
@@ -180,14 +191,13 @@ class _Vectors(NamedTuple):
     tokens: int
 
 
-async def _embed(service: Service, body: EmbedRequest, request: Request) -> list[list[float]]:
+async def _embed(service: Service, body: EmbedRequest, request: Request) -> Response:
     as_contexts = body.prompt_name == "context"
     text_vectors = await _encode_texts(service, body.inputs, request, body.dimensions, as_contexts)
     vectors_ND = text_vectors.vectors_ND
-    vectors: list[list[float]] = (
-        F.normalize(vectors_ND, dim=1) if body.normalize else vectors_ND
-    ).tolist()
-    return vectors
+    if body.normalize:
+        vectors_ND = F.normalize(vectors_ND, dim=1)
+    return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
 
 async def _encode_texts(

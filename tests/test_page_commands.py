@@ -296,7 +296,7 @@ class Reader:
         found = serve._arguments(parse(serve.Config, [*argv, *more], "serve"))
         engine = Engine(found.model, found.pools, "fp32", classifier=found.classifier)
         self.service.enter_context(closing(engine))
-        service = self.service.enter_context(closing(Service(lambda: engine, most_waiting_s=60.0)))
+        service = self.service.enter_context(closing(Service(lambda: engine, max_wait_s=60.0)))
         hashes = os.environ.get("POLYRANK_TOKENS_SHA256", "").split()
         app = api.create_app(service, tokens=BearerTokens(hashes))
         self.url = self.service.enter_context(serving(app))

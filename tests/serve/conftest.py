@@ -112,7 +112,7 @@ class Asking:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.service = Service(lambda: engine, most_waiting_s=60.0)
+        self.service = Service(lambda: engine, max_wait_s=60.0)
 
     def rank(self, context: Sequence[str], texts: Sequence[str], top_k: int) -> list[Result]:
         candidates = [CandidateText(str(place), text) for place, text in enumerate(texts)]

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from serve.batcher import SENDER, Batcher, Stage
 from serve.errors import Refusal
-from serve.scheduling import Kind, WorkQueue
 
 from .conftest import Clock
 
 ROW_S = 0.005
 SMALL, LARGE = 10, 1000  # rows: 50 ms and 5 s of work
+BATCH = 32  # rows
 
 
 @dataclass(order=True)
@@ -32,7 +33,9 @@ class Arrival:
     label: str = field(default="small", compare=False)
     rows: int = field(default=SMALL, compare=False)
     timeout_s: float = field(default=10.0, compare=False)
-    units_ahead_in_list: float | None = field(default=None, compare=False)
+    sender: str = field(default="", compare=False)
+    parts: int = field(default=1, compare=False)
+    """Requests in a list, of `rows` each."""
 
 
 class Simulation:
@@ -40,10 +43,10 @@ class Simulation:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
-        monkeypatch.setattr("serve.scheduling.time", self.clock)
-        self.queue = WorkQueue(most_waiting_s=2.0)
-        self.kind = Kind("pairs", self._compute, 32)
-        self.queue._request_s["rank"].value = self.queue._unit_s["pairs"].value = ROW_S
+        monkeypatch.setattr("serve.batcher.time", self.clock)
+        self.batcher = Batcher(max_wait_s=2.0)
+        self.stage = Stage("pairs", self._compute, BATCH)
+        self.batcher._means["rank"].value = ROW_S * BATCH
         self.codes: dict[str, Counter[str]] = {}
         self.seconds: dict[str, list[float]] = {}
         """From a request's arrival to its answer or refusal."""
@@ -70,6 +73,8 @@ class Simulation:
                 self._asking -= done
 
     def _compute(self, rows: list[str]) -> list[str]:
+        # Not before the answers of the batch before have come: the clock stands until then.
+        asyncio.run_coroutine_threadsafe(_let_others_run(), self._loop).result(60)
         with self._passing:  # not before all who come at the same time are there
             self.computed_rows.update(rows)
             self._pass_time(self.clock.now + ROW_S * len(rows))
@@ -91,26 +96,37 @@ class Simulation:
 
     async def _ask(self, arrival: Arrival, entered: threading.Event) -> None:
         began, code = self.clock.now, "ok"
-        deadline = began + arrival.timeout_s
-        rows, units = [arrival.label] * arrival.rows, [1.0] * arrival.rows
-        try:
-            with self.queue.admit("rank", arrival.rows, deadline, arrival.units_ahead_in_list):
-                answer = asyncio.ensure_future(self.queue.run(self.kind, rows, units, deadline))
-                await asyncio.sleep(0)  # so that it has handed in its rows
-                entered.set()
-                await answer
-        except Refusal as refusal:
-            code = refusal.code
+        SENDER.set(arrival.sender)
+        with self.batcher.one_request():
+            parts = [asyncio.ensure_future(self._part(arrival)) for _ in range(arrival.parts)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # so that each has handed in its rows
         entered.set()
+        for part in parts:
+            try:
+                await part
+            except Refusal as refusal:
+                code = refusal.code
         self.codes.setdefault(arrival.label, Counter())[code] += 1
         self.seconds.setdefault(arrival.label, []).append(self.clock.now - began)
+
+    async def _part(self, arrival: Arrival) -> None:
+        deadline = self.clock.now + arrival.timeout_s
+        rows, costs = [arrival.label] * arrival.rows, [1.0] * arrival.rows
+        with self.batcher.admit("rank", arrival.rows / BATCH, deadline):
+            await self.batcher.run(self.stage, rows, costs, deadline)
+
+
+async def _let_others_run() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture
 def simulation(monkeypatch) -> Iterator[Simulation]:
     made = Simulation(monkeypatch)
     yield made
-    made.queue.close()
+    made.batcher.close()
 
 
 def steady(rate: float, seconds: float, **more: Any) -> list[Arrival]:
@@ -121,24 +137,55 @@ def steady(rate: float, seconds: float, **more: Any) -> list[Arrival]:
     return arrivals
 
 
-def test_small_requests_pass_beside_a_large_one(simulation):
-    """They are a quarter of what the replica can do, and wait for the limit and a batch or two."""
-    simulation.run([Arrival(0.0, label="large", rows=LARGE), *steady(rate=5, seconds=7)])
-    assert simulation.codes["large"] == {"ok": 1}
-    assert set(simulation.codes["small"]) == {"ok"}
-    assert max(simulation.seconds["small"]) < 2.0 + 2 * 32 * ROW_S
+def p50(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2]
 
 
-def test_small_requests_pass_beside_a_list(simulation):
-    """A list is admitted as a whole; its further requests are not refused."""
-    rows = LARGE // 50
-    parts = [
-        Arrival(0.0, label="list", rows=rows, units_ahead_in_list=place * rows or None)
-        for place in range(50)
+@pytest.mark.parametrize("sender", ["impatient", "patient"])
+def test_a_short_deadline_moves_nobody_before_others(simulation, sender):
+    """Capacity 20/s. 40/s with a timeout of 0.5 s starved 1/s with 10 s, who waited for 9.96 s. Those of
+    another sender wait for a batch or two, those of the same one as long as all of its requests."""
+    impatient = steady(rate=40, seconds=20, label="impatient", sender="impatient", timeout_s=0.5)
+    simulation.run([*impatient, *steady(rate=1, seconds=20, label="patient", sender=sender)])
+    assert simulation.codes["impatient"]["ok"] > 0.8 * 20 / (SMALL * ROW_S)
+    assert simulation.codes["patient"].keys() == {"ok"}
+    waits = 0.5 if sender == "impatient" else 0.0
+    assert p50(simulation.seconds["patient"]) < waits + 3 * BATCH * ROW_S
+
+
+def test_who_asks_most_is_refused_and_nobody_else(simulation):
+    """Each sender waits for its own requests, and for as much of the others' work."""
+    arrivals = [*steady(rate=60, seconds=10, label="most", sender="most")]
+    for name in ("one", "two"):
+        arrivals += steady(rate=3, seconds=10, label=name, sender=name)
+    simulation.run(arrivals)
+    assert simulation.codes["one"].keys() == simulation.codes["two"].keys() == {"ok"}
+    assert simulation.codes["most"].keys() == {"ok", "overloaded"}
+    assert max(simulation.seconds["one"] + simulation.seconds["two"]) < 1.0
+
+
+@pytest.mark.parametrize("sender", ["other", ""])
+@pytest.mark.parametrize("parts", [1, 50])
+def test_small_requests_pass_beside_a_large_one(simulation, parts, sender):
+    """They are a quarter of what the replica can do, and wait for a batch or two. A list is one large
+    request, and its parts are not refused."""
+    large = [
+        Arrival(at, label="large", rows=LARGE // parts, parts=parts, timeout_s=30.0)
+        for at in (0.0, 7.0)
     ]
-    simulation.run([*parts, *steady(rate=5, seconds=7)])
-    assert simulation.codes["list"] == {"ok": 50}
+    simulation.run([*large, *steady(rate=5, seconds=14, sender=sender)])
+    assert simulation.codes["large"] == {"ok": 2}
     assert set(simulation.codes["small"]) == {"ok"}
+    assert max(simulation.seconds["small"]) < 6 * BATCH * ROW_S
+    assert p50(simulation.seconds["small"]) < 3 * BATCH * ROW_S
+
+
+def test_small_requests_starve_no_large_one(simulation):
+    """It gets a fifth of the time: 5 s of work take 25 s."""
+    large = Arrival(0.0, label="large", rows=LARGE, timeout_s=60.0)
+    simulation.run([large, *steady(rate=40, seconds=40)])
+    assert simulation.codes["large"] == {"ok": 1}
+    assert 20.0 < simulation.seconds["large"][0] < 30.0
 
 
 def test_a_large_request_keeps_other_large_ones_out(simulation):
@@ -146,29 +193,19 @@ def test_a_large_request_keeps_other_large_ones_out(simulation):
     assert simulation.codes["large"] == {"ok": 1, "overloaded": 2}
 
 
-def test_a_large_request_waits_for_small_ones_that_come_later(simulation):
-    """So it is refused where it would have to wait too long, and then smaller ones may still pass."""
-    with simulation.queue.admit("rank", 500, simulation.clock.now + 12):
-        assert simulation.queue.refusal(simulation.clock.now + 10) is None
-        refusal = simulation.queue.refusal(simulation.clock.now + 10, expected_s=5.0)
+def test_where_a_large_request_is_refused_a_small_one_may_pass(simulation):
+    with simulation.batcher.admit("rank", 16, simulation.clock.now + 12):  # 2.56 s
+        deadline = simulation.clock.now + 10
+        assert simulation.batcher.refusal(deadline) is None
+        refusal = simulation.batcher.refusal(deadline, is_bulk=True)
     assert refusal is not None
-    assert (refusal.code, refusal.retry_after_s) == ("overloaded", pytest.approx(2.5))
+    assert (refusal.code, refusal.retry_after_s) == ("overloaded", pytest.approx(2.56))
     assert not refusal.is_full
-
-
-def test_a_hopeless_request_is_given_up_at_once(simulation):
-    """5 s of work in 3 s: after its first batch, which shows how long the others take."""
-    hopeless = Arrival(0.0, label="hopeless", rows=LARGE, timeout_s=3.0)
-    simulation.run([hopeless, *steady(rate=5, seconds=3, timeout_s=3.0)])
-    assert simulation.codes["hopeless"] == {"too_late": 1}
-    assert simulation.seconds["hopeless"][0] < 0.5
-    assert simulation.computed_rows["hopeless"] <= 64
-    assert set(simulation.codes["small"]) == {"ok"}
 
 
 def test_an_estimate_that_is_too_high_refuses_nobody_for_ever(simulation):
     """A request that takes 5 s of its 10 s is computed, whatever was measured before."""
-    simulation.queue._request_s["rank"].value = simulation.queue._unit_s["pairs"].value = 1.0
+    simulation.batcher._means["rank"].value = 100.0
     simulation.run([Arrival(0.0, label="large", rows=LARGE)])
     assert simulation.codes["large"] == {"ok": 1}
 

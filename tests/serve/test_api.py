@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import jsonschema
 import pytest
 from fastapi.testclient import TestClient
@@ -17,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from serve import api
+from pipeline.retrieval.pools.pool import Pool
+from serve import api, app
+from serve.batcher import SENDER, Stage
+from serve.engine import search_share
 from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
-from serve.scheduling import Kind
-from serve.service import CandidateText, RankQuery, Service
+from serve.service import Service
 
 from .conftest import REPLIES, Asking, ask, run, serving
 
@@ -90,43 +93,115 @@ def test_an_answer_of_two_stages_names_both(tiny_ranker, tiny_pool, asking):
 
 
 def test_the_work_of_a_list_does_not_refuse_it(engine):
-    service = Service(lambda: engine.engine, most_waiting_s=2.0)
-    service.queue._request_s["rank"].value = 0.05
+    service = Service(lambda: engine.engine, max_wait_s=2.0)
     question = {"context": CONTEXT, "candidates": [f"text {number}" for number in range(20)]}
     with TestClient(api.create_app(service)) as client:
-        answer = client.post("/rank", json=[question] * 5)  # 5.25 s are expected
+        service.batcher._means["rank"].value = 1000.0  # each is expected to take some 20 s
+        answer = client.post("/rank", json=[question] * 5)
         assert (answer.status_code, len(answer.json())) == (200, 5)
-        service.queue._request_s["rank"].value = 0.05  # not what the five took
-        with service.queue.admit("rank", 41, time.monotonic() + 5):  # of somebody else
+        service.batcher._means["rank"].value = 1000.0  # not what the five took
+        SENDER.set("testclient")
+        with service.batcher.admit("rank", 0.1, time.monotonic() + 5):  # of the same sender
             assert error_of(client.post("/rank", json=[question]), 429)["code"] == "overloaded"
     service.close()
 
 
-def test_the_requests_of_a_list_have_their_turns_one_after_the_other():
-    """As the rows of one large request; each source of candidates has a time of its own for a unit."""
-    three, two = (RankQuery(CONTEXT, [CandidateText("a", "b")] * size, None, 1) for size in (2, 1))
-    pool = RankQuery(CONTEXT, None, "replies", 1)
-    listed = api._admitted_as_one([three, pool, two, pool, two])
-    assert [query.units_ahead_in_list for query in listed] == [None, 0, 3, 1, 5]
+@pytest.mark.parametrize("is_sick", [True, False])
+def test_a_replica_that_cannot_compute_is_not_ready(engine, monkeypatch, is_sick):
+    """As after an error of CUDA, which stays. Requests that cannot be computed make nobody sick."""
+    service = Service(lambda: engine.engine, max_wait_s=2.0)
+    encode = engine.engine.ranker.context_rows
+
+    def fail(rows: list[Any]) -> list[Any]:
+        if is_sick or len(rows[0]) == poison_tokens:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return stage.run(rows)
+
+    poison = {"context": "a poison", "candidates": TEXTS}
+    poison_tokens = len(encode([["a poison"]])[0])
+    assert poison_tokens != len(encode([engine.engine.sample_texts()[:1]])[0])
+    stage = engine.engine.contexts
+    monkeypatch.setattr(engine.engine, "contexts", Stage("contexts", fail, stage.batch_cost))
+    with TestClient(api.create_app(service), raise_server_exceptions=False) as client:
+        assert client.get("/ready").status_code == 200
+        for _ in range(5):
+            assert client.post("/rank", json=poison).status_code == 500
+        ready = client.get("/ready")
+        replica = SimpleNamespace(_service=service)
+        check = app.Ranker.func_or_class.check_health(replica)
+        if is_sick:
+            assert error_of(ready, 503)["code"] == "not_ready"
+            with pytest.raises(RuntimeError, match=r"batches fail: .*CUDA error"):
+                run(check)
+        else:
+            assert ready.status_code == 200
+            run(check)
+        assert client.get("/health").status_code == 200
+    service.close()
 
 
 def test_a_list_with_a_refused_request_leaves_no_work(engine):
-    queue, may_end = engine.service.queue, threading.Event()
+    batcher, may_end = engine.service.batcher, threading.Event()
 
     def wait(rows: list[Any]) -> list[Any]:
         assert may_end.wait(60)
         return rows
 
-    waiting = queue.run(Kind("wait", wait, 1.0), [1], [1.0], time.monotonic() + 60)
+    waiting = batcher.run(Stage("wait", wait, 1.0), [1], [1.0], time.monotonic() + 60)
     good = {"context": CONTEXT, "candidates": TEXTS}
     with TestClient(api.create_app(engine.service)) as client, ThreadPoolExecutor(1) as thread:
-        for _ in range(3):  # so that the queue knows how long a request takes
+        for _ in range(3):  # so that the batcher knows how long a request takes
             assert client.post("/rank", json=good).status_code == 200
         thread.submit(run, waiting)
         refused = client.post("/rank", json=[good, {"context": CONTEXT, "pool": "nope"}])
-        left_s = queue.seconds_before(math.inf)
+        left_s = sum(queue.seconds() for queue in batcher._queues.values())
         may_end.set()
     assert (refused.status_code, left_s) == (404, 0.0)
+
+
+def test_a_large_answer_is_made_beside_the_event_loop(engine, monkeypatch):
+    """64 queries with `top_k` 1,000 blocked it for 2 s."""
+    threads = set()
+    response = api._response
+
+    def note(*answer: Any) -> Any:
+        threads.add(threading.get_ident())
+        return response(*answer)
+
+    monkeypatch.setattr(api, "_response", note)
+    texts = [f"text number {number}" for number in range(300)]
+    query = {"context": CONTEXT, "candidates": texts, "top_k": 300}
+    loop_threads = []
+
+    async def ask() -> None:
+        loop_threads.append(threading.get_ident())
+        transport = httpx2.ASGITransport(api.create_app(engine.service))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+            for asked in (query, [query, query]):
+                answer = await client.post("/rank", json=asked)
+                assert answer.status_code == 200
+
+    run(ask())
+    assert threads and not threads & set(loop_threads)
+
+
+def test_a_search_reads_the_texts_of_its_results_beside_the_event_loop(engine, monkeypatch):
+    threads = set()
+    read = Pool.rows_at
+
+    def note(*asked: Any) -> Any:
+        threads.add(threading.get_ident())
+        return read(*asked)
+
+    monkeypatch.setattr(Pool, "rows_at", note)
+    assert engine.rank_pool(CONTEXT, "replies", 5)
+    assert threads == {engine.service.batcher._thread.ident}
+
+
+def test_results_count_in_the_cost_of_a_search():
+    """A list of 64 searches counted as 64, whether they had 64 results or 64,000."""
+    assert search_share(1) < 0.1
+    assert 64 * search_share(1000) > 20
 
 
 @pytest.mark.slow

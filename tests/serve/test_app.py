@@ -45,7 +45,7 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
     def no_engine() -> Any:
         raise AssertionError("the loaded engine is meant")
 
-    service = Service(no_engine, most_waiting_s=2.0, record_ranking=answers.append)
+    service = Service(no_engine, max_wait_s=2.0, record_ranking=answers.append)
     args = app.Args(model=model.uri, pools=[pool])
     replica = SimpleNamespace(_args=args, _shards=[], _metrics=None, _service=service)
     load = app.Ranker.func_or_class._load
@@ -53,7 +53,7 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
     engine.close()
     service.close()
     for name in ("rank", "search replies"):
-        assert service.queue._request_s[name].value > 0.0
+        assert service.batcher._means[name].value > 0.0
     assert answers == []
 
 

@@ -16,7 +16,7 @@ def hash_of(token: str) -> str:
 
 
 def accepted(tokens: BearerTokens, *candidates: str) -> list[str]:
-    return [token for token in candidates if tokens.accept(f"Bearer {token}")]
+    return [token for token in candidates if tokens.sender(f"Bearer {token}")]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_hashes_come_from_the_environment_and_from_a_file(file, monkeypatch):
     monkeypatch.delenv(FILE)
     assert accepted(BearerTokens.of_environment(), "a", "b", "c", "d") == ["b", "c"]
     monkeypatch.setenv(HASHES, "")
-    assert BearerTokens.of_environment().accept("")
+    assert BearerTokens.of_environment().sender("") == ""
 
 
 def test_a_file_that_changes_is_read_again(file):
@@ -56,7 +56,7 @@ def test_a_file_that_becomes_wrong_opens_nothing_and_is_logged_once(file, caplog
     tokens = BearerTokens.of_environment()
     file.unlink() if text is None else replace(file, text)
     for _ in range(2):
-        assert not tokens.accept("")
+        assert tokens.sender("") is None
         assert accepted(tokens, "a", "b") == ["a"]
     (line,) = caplog.messages
     assert FILE in line and "sesame" not in line

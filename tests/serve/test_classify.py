@@ -87,7 +87,7 @@ def test_equal_texts_are_answered_alike_and_in_order(client):
 
 def test_texts_of_several_requests_are_computed_together(served):
     """The first batch holds the thread; what comes meanwhile is one batch."""
-    kind, batches = served.engine.intents.kind, []
+    stage, batches = served.engine.intents.stage, []
 
     async def ask_all():
         deadline = time.monotonic() + 60
@@ -95,10 +95,10 @@ def test_texts_of_several_requests_are_computed_together(served):
                  for text in TEXTS for at in range(5)]  # fmt: skip
         return await asyncio.gather(*asked)
 
-    served.service.queue._watch = lambda batch: batches.append(batch)
+    served.service.batcher._on_batch = lambda batch: batches.append(batch)
     found = run(ask_all())
     assert len(found) == 20
-    mine = [batch.rows for batch in batches if batch.kind == kind.name]
+    mine = [batch.rows for batch in batches if batch.stage == stage.name]
     assert sum(mine) == 20 and len(mine) < 20
 
 

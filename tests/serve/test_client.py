@@ -80,7 +80,7 @@ def engine(tiny_ranker, tiny_pool, tiny_classifier) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def app(engine) -> Iterator[ASGIApp]:
-    service = Service(lambda: engine, most_waiting_s=60.0)
+    service = Service(lambda: engine, max_wait_s=60.0)
     yield create_app(service)
     service.close()
 
@@ -219,7 +219,7 @@ def test_a_refusal_says_what_is_wrong(ask, url, waits):
 
 
 def test_the_token_is_sent(ask, engine):
-    service = Service(lambda: engine, most_waiting_s=60.0)
+    service = Service(lambda: engine, max_wait_s=60.0)
     app = create_app(service, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
     with serving(app) as url:
         for token in ("open sesame", "open sesame\n"):  # as a file of one line has it

@@ -33,10 +33,10 @@ from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.shard import Share
 from serve import app
+from serve.batcher import Batch, Batcher
 from serve.engine import Engine
 from serve.errors import Refusal
 from serve.masks import RowFilter
-from serve.scheduling import Batch, WorkQueue
 from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard
 
@@ -131,7 +131,7 @@ def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
     if opened_by == "engine":
         served = Engine(tiny_ranker("poly").uri, [remote_pool])
     else:
-        served = PoolShard(Share(0, 2), most_waiting_s=60.0)
+        served = PoolShard(Share(0, 2), max_wait_s=60.0)
         served.preload(remote_pool)
     assert len(copies_in_use(remote_cache)) == 1
     served.close()
@@ -257,12 +257,10 @@ def test_a_pool_that_is_not_served_is_refused_by_name(tiny_ranker, tiny_pool, as
         asking(model).rank_pool(CONTEXT, "replies", 1)
 
 
-def test_a_pool_that_is_not_served_leaves_nothing_in_the_work_queue(
-    tiny_ranker, asking, monkeypatch
-):
+def test_a_pool_that_is_not_served_leaves_nothing_in_the_batcher(tiny_ranker, asking, monkeypatch):
     """It keeps the time of a request for each name that it admits."""
     one = asking(tiny_ranker("poly"))
-    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: 1e6)  # it admits nothing
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: 1e6)  # it admits nothing
     with pytest.raises(Refusal) as refused:
         one.rank_pool(CONTEXT, "nope", 1)
     assert refused.value.code == "unknown_pool"
@@ -294,7 +292,7 @@ def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, 
 
     run(two())
     service.close()
-    assert all(batch.waited_s > 0 for batch in batches if batch.kind == "tokenize")
+    assert all(batch.waited_s > 0 for batch in batches if batch.stage == "tokenize")
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,7 +30,10 @@ from pipeline import storage
 from pipeline.ranking.results import Result
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
+from serve.batcher import Stage
 from serve.client import Client
+from serve.engine import Engine
+from serve.versions import Versions
 from tests.helpers import free_port, ray_processes
 
 from .conftest import REPLIES, ask
@@ -327,6 +330,40 @@ def test_slow_senders_take_nobody_elses_place(port):
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers), answers[:2]
     assert set(load.statuses) == {200}
     assert load.statuses[200] > 100
+
+
+class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
+    """A ranker whose model fails for ever in the process that the file `sick` beside its pools names, as
+    after an error of CUDA."""
+
+    def _load(self, versions: Versions) -> Engine:
+        engine: Engine = super()._load(versions)
+        stage, file = engine.contexts, Path(self._args.pools[0]).with_name("sick")
+
+        def run(rows: list[Any]) -> Sequence[Any]:
+            if file.exists() and int(file.read_text()) == os.getpid():
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return stage.run(rows)
+
+        engine.contexts = Stage("contexts", run, stage.batch_cost)
+        return engine
+
+
+@pytest.mark.long
+def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):
+    args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="sick", poll_s=0.5)
+    options = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    application = app.application(args, func_or_class=SickRanker, **options)
+    serve.run(application, name="sick", route_prefix="/sick", logging_config=QUIET)
+    try:
+        assert ask(port, "POST", "/sick/rank", ASKED)[0] == 200
+        (sick_pid,) = pids("ServeReplica:sick")
+        (pools / "sick").write_text(str(sick_pid))
+        until(lambda: ask(port, "POST", "/sick/rank", ASKED)[0] == 500)
+        until(lambda: ask(port, "POST", "/sick/rank", ASKED)[0] == 200)
+        assert sick_pid not in pids("ServeReplica:sick")
+    finally:
+        serve.delete("sick")
 
 
 @pytest.mark.long

@@ -10,7 +10,8 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from select import select
 from typing import Any
 
 import pytest
@@ -22,15 +23,16 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
-from serve.bearer_tokens import BearerTokens
+from serve.batcher import Batcher
+from serve.bearer_tokens import HASHES, BearerTokens
 from serve.cross_origin import ORIGINS
 from serve.guard import Guard
 from serve.limits import Limits
-from serve.scheduling import WorkQueue
 
 from .conftest import Clock, ask, serving
 
 GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,41 @@ def test_slow_senders_hold_nobody_up(service):
             connection.close()
 
 
+@pytest.mark.parametrize("is_proxy", [True, False])
+def test_a_sender_without_a_token_gets_no_body_read(service, is_proxy, monkeypatch):
+    """A proxy read it: 200 unknown senders held 398 MiB for 10 s."""
+    monkeypatch.setenv(HASHES, HASH)
+    app: Any = api.create_app(service, tokens=BearerTokens([HASH]))
+    if is_proxy:
+        (middleware,) = in_proxy_without_its_log()
+        app = middleware.cls(app, **middleware.kwargs)
+    with (
+        serving(app) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        connection.sendall(head(100))
+        status, answer = read_answer(connection)
+    assert (status, answer["error"]["code"]) == (401, "unauthorized")
+
+
+def test_slow_senders_of_large_bodies_hold_no_more_memory_than_is_allowed(service):
+    app = api.create_app(service, Limits(all_bodies_bytes=1_000_000))
+    part = head(900_000) + b"x" * 600_000
+    with serving(app) as port, ExitStack() as connections:
+        first, second = (
+            connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for _ in range(2)
+        )
+        first.sendall(part)
+        second.sendall(part)
+        refused, *_ = select([first, second], [], [], 60)
+        status, answer = read_answer(refused[0])
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert ask(port, "POST", "/rank", GOOD)[0] == 200  # small bodies always pass
+    with TestClient(app) as client:  # all is given back
+        assert client.post("/rank", content=b"x" * 990_000, headers=JSON).status_code == 400
+
+
 @pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8",
                                    "application/problem+json"])  # fmt: skip
 def test_json_is_json_by_any_of_its_names(client, media):
@@ -139,7 +176,7 @@ def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, mo
         return tokenize(texts)
 
     monkeypatch.setattr("serve.guard.time", clock)
-    monkeypatch.setattr("serve.scheduling.time", clock)
+    monkeypatch.setattr("serve.batcher.time", clock)
     monkeypatch.setattr(ranker, "candidate_rows", tokenize_slowly)
     response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
@@ -151,7 +188,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
     clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
     monkeypatch.setattr("serve.guard.time.monotonic", lambda: float(next(clock)))
     for waiting_s in (0.0, 61.5):
-        monkeypatch.setattr(WorkQueue, "seconds_before", lambda *_, s=waiting_s: s)
+        monkeypatch.setattr(Batcher, "_waiting_s", lambda *_, s=waiting_s: s)
         response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
         assert "retry-after" not in response.headers
@@ -160,7 +197,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
 def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
     one = asking(tiny_ranker("poly"))
     client = TestClient(api.create_app(one.service))
-    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: 61.5)
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: 61.5)
     response = client.post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"] == "62"
@@ -191,6 +228,29 @@ def test_health_and_the_playground_need_no_token_under_a_route_prefix_either(ser
     for path in ("/prefix/health", "/prefix/ready", "/prefix/"):
         assert client.get(path).status_code == 200, path
     assert client.get("/prefix/info").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("ranker", 200),
+        ("evil.example:8000", 422),
+        ("127.0.0.1.evil.example", 422),
+        ("[evil.example", 422),
+    ],
+)
+def test_without_tokens_no_page_reaches_this_machine_by_a_name_of_its_own(service, host, status):
+    """By DNS rebinding any page of the web could ask a service on the machine of its reader."""
+    client = TestClient(api.create_app(service), client=("127.0.0.1", 1))
+    assert client.get("/info", headers={"host": host}).status_code == status
+    elsewhere = TestClient(api.create_app(service), client=("10.0.0.1", 1))
+    assert elsewhere.get("/info", headers={"host": "ranker.example"}).status_code == 200
+    app = api.create_app(service, tokens=BearerTokens([HASH]))
+    known = TestClient(app, client=("127.0.0.1", 1), headers={"authorization": f"Bearer {TOKEN}"})
+    assert known.get("/info", headers={"host": "ranker.example"}).status_code == 200
 
 
 # Request ids, HEAD, other hosts' pages
@@ -227,7 +287,7 @@ def test_texts_are_not_logged(client, caplog):
 
 def test_a_route_that_fails_has_its_line_in_the_log_and_its_id(service, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(service.queue, "admit", None)
+    monkeypatch.setattr(service.batcher, "admit", None)
     client = TestClient(api.create_app(service))
     response = client.post("/rank", json=GOOD, headers={"x-request-id": "a-1"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
@@ -488,7 +548,7 @@ def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
     tiny_ranker, asking, monkeypatch, waiting_s, asked_ms, retry_after
 ):
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
-    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: waiting_s)
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: waiting_s)
     headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
     response = client.post("/rank", content=b"{", headers=headers)
     assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)

@@ -108,14 +108,14 @@ def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
 
 def test_the_work_of_a_list_does_not_refuse_it_in_a_shard(shards, sharded):
     for one in shards:
-        one.shard._queue._request_s["search"].value = 25.0
+        one.shard.batcher._means["search replies"].value = 5000.0
     question = {"context": CONTEXT, "pool": "replies", "top_k": 2}
     try:
         with TestClient(api.create_app(sharded().service)) as client:
             answer = client.post("/rank", json=[question] * 5)
     finally:
         for one in shards:
-            one.shard._queue._request_s.clear()
+            one.shard.batcher._means.clear()
     assert (answer.status_code, len(answer.json())) == (200, 5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import mlflow
 import pytest
 
@@ -22,9 +24,19 @@ from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
+from serve import versions
 from serve.engine import Engine
 from serve.follower import Follower, _close_later
-from serve.versions import Decider, Decision, Report, Targets, Versions, resolve, without_folders
+from serve.versions import (
+    Decider,
+    Decision,
+    PollingDecider,
+    Report,
+    Targets,
+    Versions,
+    resolve,
+    without_folders,
+)
 
 
 @pytest.fixture
@@ -70,8 +82,24 @@ def targets(model: Any, pools: Path) -> Targets:
     return Targets(model.uri, (str(pools / "replies"),))
 
 
+class SteppedDecider(Decider):
+    """Polls before it answers, when a poll is due. The real one polls on a thread."""
+
+    _polled_at = -math.inf
+
+    def follow(self, report: Report) -> Decision:
+        decision = super().follow(report)
+        now = versions.time.monotonic()
+        if self._is_due.is_set() or now - self._polled_at >= self._poll_s:
+            self._polled_at = now
+            self._is_due.clear()
+            self.poll()
+            decision = super().follow(replace(report, refused=None))
+        return decision
+
+
 def decider_of(model: Any, pools: Path) -> Decider:
-    return Decider(model.uri, [str(pools / "replies")], poll_s=1.0)
+    return SteppedDecider(model.uri, [str(pools / "replies")], poll_s=1.0)
 
 
 def test_the_deciders_process_loads_no_model():
@@ -369,6 +397,26 @@ def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, 
     assert any("v-1 is served" in problem for problem in one.problems)
 
 
+def test_a_start_with_a_damaged_version_in_a_bucket_takes_the_last_that_opens(
+    model, pools, publish, clock, tmp_path, monkeypatch
+):
+    """The error names the copy on the node, from which nobody learnt which pool was damaged."""
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    publish(model, "v-1")
+    bad = Path(publish(model, "v-2"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    storage.upload(pools / "replies", "memory://bucket/replies")
+    try:
+        decider = SteppedDecider(model.uri, ["memory://bucket/replies"], poll_s=1.0)
+        one = replica("one", decider, engine_of)
+        one.start()
+        one.close()
+        assert served(one) == "v-1"
+        assert any("v-1 is served" in problem for problem in one.problems)
+    finally:
+        fsspec.filesystem("memory").store.clear()
+
+
 def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish, clock):
     bad = Path(publish(model, "v-1"))
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
@@ -568,6 +616,59 @@ def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, p
     assert decision.proposed is not None and decision.proposed.pools[0].endswith("v-2")
 
 
+def test_a_decider_that_starts_again_decides_nothing_before_it_has_heard_all(
+    model, pools, publish, clock
+):
+    """One replica had loaded v-2, another one had refused it: the first one to report served it alone."""
+    publish(model, "v-1")
+    decider = decider_of(model, pools)
+    one = started(replica("one", decider, engine_of))
+    network = Network()
+    network.is_down = False
+    two = started(replica("two", decider, network.load))
+    publish(model, "v-2")
+    network.is_down = True
+    clock.now += 1
+    one._step()  # loads v-2
+    one.ask = two.ask = decider_of(model, pools).follow
+    for _ in range(10):
+        one._step()
+        clock.now += 0.5
+        two._step()
+        clock.now += 0.5
+        assert (served(one), served(two)) == ("v-1", "v-1")
+    network.is_down = False
+    for _ in range(70):
+        clock.now += 1
+        one._step()
+        two._step()
+    assert (served(one), served(two)) == ("v-2", "v-2")
+
+
+def test_no_replica_waits_for_a_registry_that_hangs(model, pools, publish, monkeypatch):
+    """Sixteen replicas waited for 79 s."""
+    publish(model, "v-1")
+    wanted, _ = resolve(targets(model, pools))
+    may_end, is_asked = threading.Event(), threading.Event()
+
+    def hang(*asked: Any) -> Any:
+        is_asked.set()
+        assert may_end.wait(60)
+        return wanted, []
+
+    monkeypatch.setattr("serve.versions.resolve", hang)
+    decider = PollingDecider(model.uri, [str(pools / "replies")], poll_s=1.0)
+    try:
+        assert is_asked.wait(60)
+        assert decider.follow(Report("new", None)) == Decision(None, None, ())
+        served = [decider.follow(Report(f"replica {at}", wanted)) for at in range(16)]
+        assert decider.follow(Report("new", None)).decided == wanted
+        assert not may_end.is_set()
+    finally:
+        may_end.set()
+    assert all(decision == Decision(wanted, None, ()) for decision in served)
+
+
 def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publish, clock):
     publish(model, "v-1")
     publish(model, "v-2")
@@ -636,10 +737,10 @@ def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, 
         mlflow.set_tracking_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         try:
-            decider = Decider("models:/dialogue@champion", served.pools, poll_s=3600.0)
+            decider = SteppedDecider("models:/dialogue@champion", served.pools, poll_s=3600.0)
             old = decider.follow(Report("old", served))
             new = decider.follow(Report("new", None))
-            first = Decider("models:/dialogue@champion", served.pools, 1.0).follow(
+            first = SteppedDecider("models:/dialogue@champion", served.pools, 1.0).follow(
                 Report("first", None)
             )
         finally:

@@ -78,7 +78,7 @@ def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
             if architecture not in made:
                 artifact = tiny_ranker(architecture)
                 engine = Engine(artifact.uri)
-                service = Service(lambda: engine, most_waiting_s=60.0)
+                service = Service(lambda: engine, max_wait_s=60.0)
                 stack.callback(engine.close)
                 stack.callback(service.close)
                 url = stack.enter_context(serving(create_app(service)))
@@ -266,7 +266,7 @@ def test_teis_embeddings(live, architecture):
 def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker):
     with ExitStack() as stack:
         champion, candidate = (Engine(tiny_ranker("bi", seed).uri) for seed in (0, 1))
-        service = Service(lambda: champion, most_waiting_s=60.0, candidate=lambda: candidate)
+        service = Service(lambda: champion, max_wait_s=60.0, candidate=lambda: candidate)
         for closing in (champion, candidate, service):
             stack.callback(closing.close)
         client = stack.enter_context(TestClient(create_app(service)))
@@ -453,7 +453,7 @@ def test_all_but_the_page_of_the_playground_ask_for_the_token():
 
 def test_too_much_work_and_too_little_time_are_refused_in_the_one_shape(live, monkeypatch):
     one, body = live("bi"), {"query": QUERY, "texts": TEXTS}
-    monkeypatch.setattr("serve.scheduling.WorkQueue.seconds_before", lambda queue, turn: 3600.0)
+    monkeypatch.setattr("serve.batcher.Batcher._waiting_s", lambda *_: 3600.0)
     for path, asked in (("/rerank", body), ("/embed", {"inputs": "a"})):
         response = one.post(path, asked)
         assert refusal(response, 429)["code"] == "overloaded"

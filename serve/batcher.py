@@ -1,0 +1,381 @@
+"""Computes the rows of all requests in batches, on one thread. No HTTP, no Ray.
+
+A request is admitted, and then hands in rows stage by stage: contexts to encode, pairs to score, searches of
+a pool. The thread never waits for a batch to fill: rows that arrive during a batch form the next one.
+
+Order: each sender has two queues, one for interactive requests and one for bulk requests, whose work is more
+than a batch. Each queue is first come, first served. Rows of several queues are computed in turns, by
+start-time fair queueing (Goyal, Vin and Cheng, 1996): a row's tag is the finish of the row before it in its
+queue, and its finish is later by its cost, which counts `_BULK` times for bulk. The row with the least tag is
+next. So neither a short deadline, nor many requests, nor large ones move a sender before the others. Later
+rows of a request go on from its own tag, so a request that was begun is also finished.
+
+Admission: a request is refused if it would wait for too many seconds of work. Only admitted work that comes
+before it counts, and never its own: a list of requests is one request, which its parts do not refuse. The
+seconds are those that requests of the same name took for each unit of cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.errors import Refusal, overload_refusal, too_late_refusal
+
+_BULK = 4.0
+"""Beside interactive requests, bulk requests get a fifth of the time."""
+_SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first ten
+_OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
+_MOST_FAILURES = 5
+"""After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
+which stays."""
+
+SENDER: ContextVar[str] = ContextVar("sender", default="")
+"""The sender of the current request."""
+
+_log = logging.getLogger("polyrank.serve")
+
+
+class _Mean:
+    """A moving mean. It ignores the first measurement, which includes allocation and compilation."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 0.0, -1
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        if self._count:
+            self.value += max(_SMOOTHING, 1 / self._count) * (value - self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A kind of work, whose rows can be computed together."""
+
+    name: str
+    run: Callable[[list[Any]], Sequence[Any]]
+    """Rows to their results, in order."""
+    batch_cost: float
+    """The most cost (usually tokens) in a batch. A row that costs more is computed alone."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Measurements of a batch, for the metrics."""
+
+    stage: str
+    rows: int
+    cost: float
+    waited_s: float
+    """The longest wait of its rows."""
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Queue:
+    """The work of one sender and class."""
+
+    factor: float
+    """By which its cost counts."""
+    finish: float = 0.0
+    """The tag of its next request."""
+    parts: set[_Part] = field(default_factory=set)
+
+    def seconds(self, request: _Request | None = None) -> float:
+        """Seconds of admitted work that is left, without that of `request`."""
+        return sum(part.left_s for part in list(self.parts) if part.request is not request)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request, or a list of them."""
+
+    cost: float = 0.0
+    """In batches, as far as it is known."""
+    is_admitted: bool = False
+
+
+@dataclass(eq=False)
+class _Part:
+    """An admitted request; of a list one of its requests."""
+
+    queue: _Queue
+    request: _Request = field(default_factory=_Request)
+    cost: float = 0.0
+    mean: _Mean = field(default_factory=_Mean)
+    """Seconds of a unit of cost, as measured by now."""
+    spent_s: float = 0.0
+    tag: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.cost * self.mean.value - self.spent_s)
+
+
+_request: ContextVar[_Request | None] = ContextVar("request", default=None)
+_part: ContextVar[_Part | None] = ContextVar("part", default=None)
+
+
+@dataclass(eq=False)
+class _Call:
+    """The rows of one request and stage."""
+
+    results: list[Any]
+    pending_rows: int
+    part: _Part
+    future: asyncio.Future[list[Any]]
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(order=True)
+class _Row:
+    tag: float
+    number: int
+    stage: Stage = field(compare=False)
+    row: Any = field(compare=False)
+    cost: float = field(compare=False)
+    place: int = field(compare=False)
+    call: _Call = field(compare=False)
+    since: float = field(compare=False)
+
+
+class Batcher:
+    """Deadlines are of `time.monotonic`."""
+
+    def __init__(
+        self,
+        max_wait_s: float,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
+        batch_rows: int = 1024,
+    ) -> None:
+        """`max_wait_s`: seconds of work for which a request may wait. `batch_rows`: most rows of a batch.
+        `on_batch` is called after each batch."""
+        self._max_wait_s, self._on_batch, self._batch_rows = max_wait_s, on_batch, batch_rows
+        self._changed = threading.Condition()
+        self._rows: dict[tuple[Stage, float], list[_Row]] = {}  # by stage and factor
+        self._numbers = itertools.count()
+        self._tag = 0.0  # of the row that was computed last
+        self._queues: dict[tuple[str, bool], _Queue] = {}
+        self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
+        self._closed = False
+        self._failures: dict[str, int] = {}  # in a row, by stage
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="batcher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the current batch. Waiting rows are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def problem(self) -> str:
+        """The reason why no request can be computed, or ""."""
+        busy_since = self._busy_since
+        if not self._thread.is_alive():
+            return "the thread that computes has ended"
+        if busy_since is not None and time.monotonic() - busy_since > _OVERDUE_S:
+            return f"a batch has not ended after {_OVERDUE_S:g} s"
+        return ""
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the latest batches of a stage failed: by requests that cannot be computed, or all do."""
+        return max(list(self._failures.values()), default=0) >= _MOST_FAILURES
+
+    def _waiting_s(
+        self, is_bulk: bool, request: _Request | None = None, own_s: float = 0.0
+    ) -> float:
+        """Seconds of others' work before the end of a new request of this sender, which itself takes `own_s`.
+        While its own queue is computed for a second, another one is for 1, 4 or 0.25 s."""
+        own = self._queues.get((SENDER.get(), is_bulk)) or _Queue(_BULK if is_bulk else 1.0)
+        before_s = own.seconds(request)
+        return before_s + sum(
+            min(queue.seconds(request), (before_s + own_s) * own.factor / queue.factor)
+            for queue in list(self._queues.values())
+            if queue is not own
+        )
+
+    def refusal(
+        self,
+        deadline: float,
+        is_bulk: bool = False,
+        request: _Request | None = None,
+        own_s: float = 0.0,
+    ) -> Refusal | None:
+        """The refusal that a request of the current sender would get now, or None."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return too_late_refusal()
+        waiting_s = self._waiting_s(is_bulk, request, own_s)
+        if waiting_s <= min(self._max_wait_s, left_s):
+            return None
+        is_full = self._waiting_s(False) > self._max_wait_s  # or smaller requests may pass
+        return overload_refusal(waiting_s, is_full)
+
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """What asks to be admitted inside the `with` block is one request. Its first part decides for all."""
+        token = _request.set(_Request())
+        try:
+            yield
+        finally:
+            _request.reset(token)
+
+    @contextmanager
+    def admit(
+        self, name: str, cost: float, deadline: float, is_admitted: bool = False
+    ) -> Iterator[bool]:
+        """Admits a request, whose rows are handed in inside the `with` block; whether it is the first part.
+
+        `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
+        `is_admitted`: it belongs to a list, whose first part was admitted. Raises Refusal (overloaded) if the
+        request would wait for too much work, or beyond its deadline, and (too_late) after its deadline.
+        """
+        request, mean = _request.get() or _Request(), self._means[name]
+        request.is_admitted |= is_admitted
+        request.cost += cost
+        is_bulk, is_first = request.cost > 1.0, not request.is_admitted
+        if is_first and (refusal := self.refusal(deadline, is_bulk, request, cost * mean.value)):
+            raise refusal
+        request.is_admitted = True
+        key = SENDER.get(), is_bulk
+        queue = self._queues.setdefault(key, _Queue(_BULK if is_bulk else 1.0))
+        part = _Part(queue, request, cost, mean)
+        queue.parts.add(part)
+        token = _part.set(part)
+        try:
+            yield is_first
+            if part.spent_s:  # or a filter has left nothing to search
+                mean.add(part.spent_s / cost)
+        finally:
+            _part.reset(token)
+            queue.parts.discard(part)
+            if not queue.parts:
+                self._queues.pop(key, None)
+
+    async def run(
+        self, stage: Stage, rows: Sequence[Any], costs: Sequence[float], deadline: float
+    ) -> list[Any]:
+        """The rows' results, in order. Raises Refusal (too_late) when the deadline passes."""
+        if not rows:
+            return []
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise too_late_refusal()
+        loop = asyncio.get_running_loop()
+        part = _part.get() or _Part(_Queue(1.0))
+        call = _Call([None] * len(rows), len(rows), part, loop.create_future(), loop)
+        since, factor = time.monotonic(), part.queue.factor / stage.batch_cost
+        with self._changed:
+            heap = self._rows.setdefault((stage, part.queue.factor), [])
+            finish = max(self._tag, part.queue.finish)
+            tag = finish if part.tag is None else part.tag
+            for place, (row, cost) in enumerate(zip(rows, costs, strict=True)):
+                part.tag = tag
+                number = next(self._numbers)
+                heapq.heappush(heap, _Row(tag, number, stage, row, cost, place, call, since))
+                tag += cost * factor
+            part.queue.finish = finish + sum(costs) * factor
+            self._changed.notify()
+        try:
+            async with asyncio.timeout(left_s) as timer:
+                return await call.future
+        except TimeoutError:
+            if timer.expired():
+                raise too_late_refusal() from None
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not any(self._rows.values()):
+                    self._rows.clear()  # including stages of models that are no longer served
+                    self._changed.wait()
+                if self._closed:
+                    return
+                rows = self._next_batch()
+            if rows:
+                self._busy_since = time.monotonic()
+                self._compute(rows)
+                self._busy_since = None
+
+    def _next_batch(self) -> list[_Row]:
+        """The row that is next, and others of its stage. Drops rows that nobody waits for any more.
+
+        Rows of bulk requests do not fill a batch of interactive ones, which would take longer by them.
+        """
+        heap = min((heap for heap in self._rows.values() if heap), key=lambda heap: heap[0])
+        stage, self._tag = heap[0].stage, max(self._tag, heap[0].tag)
+        batch: list[_Row] = []
+        cost = 0.0
+        while heap and len(batch) < self._batch_rows:
+            if batch and cost + heap[0].cost > stage.batch_cost:
+                break
+            row = heapq.heappop(heap)
+            if not row.call.future.done():  # or it is too late, or its client has left
+                batch.append(row)
+                cost += row.cost
+        return batch
+
+    def _compute(self, rows: list[_Row]) -> None:
+        stage, began = rows[0].stage, time.monotonic()
+        try:
+            results = stage.run([row.row for row in rows])
+            if len(results) != len(rows):
+                raise RuntimeError(f"{stage.name}: {len(results)} results of {len(rows)} rows")
+        except Exception as error:
+            self._failures[stage.name] = self._failures.get(stage.name, 0) + 1
+            self._compute_apart(rows, error)
+            return
+        self._failures.pop(stage.name, None)
+        seconds, cost = time.monotonic() - began, sum(row.cost for row in rows)
+        try:
+            waited_s = began - min(row.since for row in rows)
+            self._on_batch(Batch(stage.name, len(rows), cost, waited_s, seconds))
+        except Exception:  # of the metrics: no reason to answer nobody any more
+            _log.exception("cannot record a batch")
+        finished_calls: dict[asyncio.AbstractEventLoop, list[_Call]] = defaultdict(list)
+        for row, result in zip(rows, results, strict=True):
+            call = row.call
+            call.results[row.place] = result
+            call.pending_rows -= 1
+            call.part.spent_s += seconds * row.cost / cost
+            if not call.pending_rows:
+                finished_calls[call.loop].append(call)
+        for loop, calls in finished_calls.items():
+            _deliver(loop, calls)
+
+    def _compute_apart(self, rows: list[_Row], error: Exception) -> None:
+        """Computes a failed batch again, request by request, so one bad request does not fail the others."""
+        calls = {row.call for row in rows}
+        if len(calls) == 1:
+            _deliver(rows[0].call.loop, [rows[0].call], error)
+            return
+        for call in calls:
+            self._compute([row for row in rows if row.call is call])
+
+
+def _deliver(
+    loop: asyncio.AbstractEventLoop, calls: Sequence[_Call], error: Exception | None = None
+) -> None:
+    def set_all() -> None:
+        for call in calls:
+            if call.future.done():  # too late, the client has left, or an earlier row failed
+                continue
+            if error is not None:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(call.results)
+
+    with suppress(RuntimeError):  # the loop is closed, so nobody waits
+        loop.call_soon_threadsafe(set_all)

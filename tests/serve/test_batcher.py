@@ -1,0 +1,413 @@
+"""The batcher: who is computed when, with whom, and who is not. The masks of filters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve.batcher import SENDER, Batch, Batcher, Stage
+from serve.errors import Refusal
+from serve.masks import ENTRY_BYTES, Masks
+
+from .conftest import Clock, run
+
+
+class Gate:
+    """A kind whose first batch waits until it is opened; it keeps what it computed."""
+
+    def __init__(self, cost: float = 100.0) -> None:
+        self.stage = Stage("gated", self._run, cost)
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self.batches: list[list[Any]] = []
+
+    def _run(self, rows: list[Any]) -> list[Any]:
+        self.entered.set()
+        assert self.opened.wait(60)
+        self.batches.append(rows)
+        return [f"done {row}" for row in rows]
+
+
+@pytest.fixture
+def batcher() -> Iterator[Batcher]:
+    made = Batcher(max_wait_s=60.0)
+    yield made
+    made.close()
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+async def behind(gate: Gate, batcher: Batcher, submit: Callable[[], list[Any]]) -> list[Any]:
+    """What comes of coroutines that are handed in while a first row is computed."""
+    first = asyncio.ensure_future(batcher.run(gate.stage, ["first"], [1], soon() - 59))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    waiting = [asyncio.ensure_future(work) for work in submit()]
+    await asyncio.sleep(0)  # so that each has handed in its rows
+    gate.opened.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    await first
+    return results
+
+
+def test_results_come_in_the_order_of_the_rows(batcher):
+    square = Stage("square", lambda rows: [row * row for row in rows], 10)
+    found = run(batcher.run(square, range(100), [3] * 100, soon()))
+    assert found == [number * number for number in range(100)]
+    assert run(batcher.run(square, [], [], soon())) == []
+
+
+def test_rows_that_gathered_are_computed_together_up_to_the_cost_of_a_batch(batcher):
+    gate = Gate(cost=10)
+    rows = [batcher.run(gate.stage, [name], [4], soon()) for name in "abcde"]
+    results = run(behind(gate, batcher, lambda: rows))
+    assert results == [[f"done {name}"] for name in "abcde"]
+    assert gate.batches == [["first"], ["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
+    gate = Gate(cost=10)
+    run(behind(gate, batcher, lambda: [batcher.run(gate.stage, ["a", "b"], [50, 1], soon())]))
+    assert gate.batches == [["first"], ["a"], ["b"]]
+
+
+def test_whoever_comes_first_is_computed_first_whatever_its_deadline(batcher):
+    gate = Gate(cost=1)
+    now = time.monotonic()
+    later = [batcher.run(gate.stage, [s], [1], now + s) for s in (50, 40, 45)]
+    run(behind(gate, batcher, lambda: later))
+    assert gate.batches[1:] == [[50], [40], [45]]
+
+
+async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
+    SENDER.set(sender)
+    with batcher.admit("request", cost, soon()):
+        await batcher.run(gate.stage, rows, [1] * len(rows), soon())
+
+
+def order_of(batcher: Batcher, *requests: tuple[str, list[Any], float]) -> list[Any]:
+    """The order in which the rows of requests (sender, rows, cost) are computed, one by one."""
+    gate = Gate(cost=1)
+    run(behind(gate, batcher, lambda: [admitted(batcher, gate, *request) for request in requests]))
+    return [row for batch in gate.batches[1:] for row in batch]
+
+
+def test_senders_are_computed_in_turns(batcher):
+    order = order_of(
+        batcher, ("a", ["a1", "a2", "a3"], 1.0), ("a", ["a4"], 1.0), ("b", ["b1", "b2"], 1.0)
+    )
+    assert order == ["a1", "b1", "a2", "b2", "a3", "a4"]
+
+
+def test_small_requests_pass_between_the_rows_of_a_large_one_of_their_sender(batcher):
+    """They get four rows for one."""
+    large = [f"large {place}" for place in range(4)]
+    small = [f"small {place}" for place in range(6)]
+    order = order_of(batcher, ("a", large, 4.0), *(("a", [name], 1.0) for name in small))
+    assert order == [
+        *(large[:1] + small[:4]), *(large[1:2] + small[4:]), *large[2:]
+    ]  # fmt: skip
+
+
+def test_a_request_that_was_begun_is_finished_before_later_ones_of_its_sender(batcher):
+    order: list[str] = []
+    is_handed_in = threading.Event()
+
+    def compute(rows: list[str]) -> list[str]:
+        order.extend(rows)
+        assert rows != ["b1"] or is_handed_in.wait(60)
+        return rows
+
+    stage = Stage("ordered", compute, 1)
+
+    async def two_stages(name: str) -> None:
+        with batcher.admit("request", 1.0, soon()):
+            await batcher.run(stage, [f"{name}1"], [1], soon())
+            second = asyncio.ensure_future(batcher.run(stage, [f"{name}2"], [1], soon()))
+            await asyncio.sleep(0)  # so that it has handed in its row
+            is_handed_in.set()
+            await second
+
+    async def three() -> None:
+        await asyncio.gather(two_stages("a"), two_stages("b"), two_stages("c"))
+
+    run(three())
+    assert order.index("a2") < order.index("c1")
+
+
+def test_what_is_too_late_is_not_computed(batcher):
+    gate = Gate()
+    late = batcher.run(gate.stage, ["late"], [1], time.monotonic() - 1)
+    in_time = batcher.run(gate.stage, ["in time"], [1], soon())
+    results = run(behind(gate, batcher, lambda: [late, in_time]))
+    assert isinstance(results[0], Refusal) and results[0].code == "too_late"
+    assert results[1] == ["done in time"]
+    assert gate.batches == [["first"], ["in time"]]
+
+
+def test_a_request_is_too_late_at_its_deadline_not_after_the_batch(batcher):
+    """With a deadline of 0.2 s and a batch of 3 s the refusal came after 3 s."""
+    gate = Gate()
+
+    async def late() -> str:
+        with pytest.raises(Refusal) as refused:
+            await batcher.run(gate.stage, ["late"], [1], time.monotonic() + 0.05)
+        is_computing = gate.entered.is_set() and not gate.opened.is_set()
+        gate.opened.set()
+        assert is_computing
+        return refused.value.code
+
+    assert run(late()) == "too_late"
+
+
+def test_a_row_whose_client_is_gone_is_not_computed(batcher):
+    gate = Gate()
+
+    async def leave():
+        gone = asyncio.ensure_future(batcher.run(gate.stage, ["gone"], [1], soon()))
+        await asyncio.sleep(0)
+        gone.cancel()
+
+    run(behind(gate, batcher, lambda: [leave(), batcher.run(gate.stage, ["there"], [1], soon())]))
+    assert gate.batches == [["first"], ["there"]]
+
+
+def test_one_requests_failure_is_not_that_of_its_batch(batcher):
+    def inverse(rows: list[float]) -> list[float]:
+        return [1 / row for row in rows]
+
+    async def three() -> list[Any]:
+        stage = Stage("inverse", inverse, 100)
+        calls = (batcher.run(stage, [row], [1], soon()) for row in (1, 0, 2))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    one, zero, two = run(three())
+    assert (one, two) == ([1.0], [0.5])
+    assert isinstance(zero, ZeroDivisionError)
+
+
+async def let_in(gate: Gate, batcher: Batcher, count: int) -> list[asyncio.Task[Any]]:
+    """So many requests of a unit each, of which the first is being computed."""
+
+    async def request(row: int) -> Any:
+        with batcher.admit("request", 1, soon() + 1000):
+            return await batcher.run(gate.stage, [row], [1], soon())
+
+    waiting = [asyncio.create_task(request(row)) for row in range(count)]
+    await asyncio.to_thread(gate.entered.wait, 60)
+    return waiting
+
+
+def test_so_much_work_is_accepted_and_no_more(batcher):
+    gate = Gate(cost=1)
+    batcher._means["request"].value = 1.0
+
+    async def fill() -> None:
+        waiting = await let_in(gate, batcher, 70)
+        assert batcher._waiting_s(False) == pytest.approx(61)
+        with pytest.raises(Refusal) as refused, batcher.admit("request", 1, soon() + 1000):
+            pass
+        assert refused.value.code == "overloaded"
+        assert refused.value.retry_after_s == pytest.approx(61)
+        gate.opened.set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [isinstance(one, Refusal) for one in results] == [False] * 61 + [True] * 9
+        assert batcher._waiting_s(False) == 0.0
+        with batcher.admit("request", 1, soon()):  # all is done: nothing of it counts any more
+            pass
+
+    run(fill())
+
+
+def test_a_request_counts_before_its_rows_are_there(batcher):
+    """They come one stage after the other: 200 clients who came at once were all let in."""
+    batcher._means["request"].value = 31.0
+    with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
+        assert batcher._waiting_s(False) == pytest.approx(62.0)
+        with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
+            pass
+    assert batcher._waiting_s(False) == 0.0
+
+
+def test_a_request_counts_as_is_measured_while_it_waits(batcher):
+    """All that came to a new replica before its first answers counted as no work."""
+    with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
+        assert batcher._waiting_s(False) == 0.0
+        batcher._means["request"].value = 31.0
+        assert batcher._waiting_s(False) == pytest.approx(62.0)
+        with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
+            pass
+
+
+def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(batcher):
+    """A refusal as overloaded would invite it to come again."""
+    for waiting_s in (0.0, 100.0):
+        batcher._means["request"].value = waiting_s
+        with batcher.admit("request", 1, soon()):
+            assert batcher._waiting_s(False) == waiting_s
+            over = batcher.admit("request", 1, time.monotonic())
+            with pytest.raises(Refusal) as refused, over:
+                pass
+        assert (refused.value.code, refused.value.retry_after_s) == ("too_late", 0.0)
+
+
+def test_a_request_that_would_be_late_is_refused_at_once(batcher):
+    batcher._means["request"].value = 10.0
+    now = time.monotonic()
+    with batcher.admit("request", 1, now + 15), batcher.admit("request", 1, now + 15):
+        with batcher.admit("request", 1, now + 30):  # 20 s of work come before it
+            pass
+        late = batcher.admit("request", 1, now + 18)
+        with pytest.raises(Refusal, match="are waiting") as refused, late:
+            pass
+    assert (refused.value.code, refused.value.is_full) == ("overloaded", False)
+
+
+def test_what_requests_took_is_what_the_next_are_expected_to_take(batcher, monkeypatch):
+    """A unit; the first one does not count."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    took = iter([5.0, 0.2, 0.4])
+
+    def work(rows: list[int]) -> list[int]:
+        clock.now += next(took)
+        return rows
+
+    async def ask() -> None:
+        deadline = clock.now + 60
+        with batcher.admit("request", 2, deadline):
+            await batcher.run(Stage("work", work, 10), [1, 2], [1, 1], deadline)
+
+    for _ in range(3):
+        run(ask())
+    assert batcher._means["request"].value == pytest.approx((0.2 + 0.4) / 4)
+    with batcher.admit("request", 100, clock.now + 60):
+        assert batcher._waiting_s(True) == pytest.approx(15.0)
+
+
+def test_the_watch_hears_of_every_batch():
+    heard: list[Batch] = []
+    batcher = Batcher(60.0, heard.append)
+    run(batcher.run(Stage("k", lambda rows: rows, 3), [1, 2, 3, 4], [1] * 4, soon()))
+    batcher.close()
+    assert [(batch.stage, batch.rows, batch.cost) for batch in heard] == [("k", 3, 3), ("k", 1, 1)]
+
+
+# Whether it computes
+
+
+def test_an_error_of_the_metrics_ends_nothing(caplog):
+    """It ended the thread, and all requests hung."""
+
+    def fail(batch: Batch) -> None:
+        raise ValueError("no such label")
+
+    batcher = Batcher(60.0, fail)
+    double = Stage("double", lambda rows: [2 * row for row in rows], 10)
+    assert [run(batcher.run(double, [row], [1], soon())) for row in (1, 2)] == [[2], [4]]
+    assert "no such label" in caplog.text
+    batcher.close()
+
+
+def test_too_few_results_are_a_failure_of_their_batch(batcher):
+    """They ended the thread, and all requests hung."""
+    lossy = Stage("lossy", lambda rows: rows[:-1], 10)
+    with pytest.raises(RuntimeError, match="lossy: 1 results of 2 rows"):
+        run(batcher.run(lossy, [1, 2], [1, 1], soon()))
+    assert batcher.problem() == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_ended_is_a_problem(batcher):
+    def leave(rows: list[Any]) -> list[Any]:
+        raise SystemExit
+
+    assert batcher.problem() == ""
+    with pytest.raises(Refusal, match="time was over"):
+        run(batcher.run(Stage("leave", leave, 1), [1], [1], time.monotonic() + 0.1))
+    batcher._thread.join(60)
+    assert batcher.problem() == "the thread that computes has ended"
+
+
+def test_a_batch_that_does_not_end_is_a_problem(batcher, monkeypatch):
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    gate = Gate()
+
+    async def wait() -> list[str]:
+        waiting = asyncio.ensure_future(batcher.run(gate.stage, ["a"], [1], clock.now + 60))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        problems = []
+        for _ in range(2):
+            clock.now += 20
+            problems.append(batcher.problem())
+        gate.opened.set()
+        await waiting
+        return problems
+
+    assert run(wait()) == ["", "a batch has not ended after 30 s"]
+
+
+def test_batches_that_all_fail_are_noticed_and_one_that_does_not_ends_it(batcher):
+    def compute(rows: list[int]) -> list[float]:
+        return [1 / row for row in rows]
+
+    stage = Stage("inverse", compute, 1)
+    is_failing = []
+    for row in (0, 0, 1, 0, 0, 0, 0, 0, 1):
+        with suppress(ZeroDivisionError):
+            run(batcher.run(stage, [row], [1], soon()))
+        is_failing.append(batcher.is_failing)
+    assert is_failing == [False] * 7 + [True, False]
+
+
+# Masks of filters
+
+
+def test_masks_are_kept_up_to_a_number_of_bytes():
+    masks, made = Masks(most_bytes=2 * ENTRY_BYTES + 25), Counter[str]()
+
+    def make(name: str) -> np.ndarray:
+        made[name] += 1
+        return np.ones(10, bool)
+
+    for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
+        run(masks.get(name, lambda name=name: make(name)))
+    assert made == {"a": 1, "b": 2, "c": 1}
+    assert masks.bytes == 2 * ENTRY_BYTES + 20
+
+
+def test_masks_take_no_memory_for_the_ids_of_their_filters():
+    masks = Masks()
+
+    async def fill() -> None:
+        for number in range(500):
+            ids = tuple(f"row {number} {place}" for place in range(200))
+            await masks.get(("pool", (), ids), lambda: np.ones(10, bool))
+
+    tracemalloc.start()
+    try:
+        run(fill())
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert masks.bytes == 500 * (ENTRY_BYTES + 10)
+    assert taken_bytes < 2 * masks.bytes
+
+
+def test_a_filter_reads_the_rows_beside_the_event_loop():
+    threads: list[int] = []
+
+    def make() -> np.ndarray:
+        threads.append(threading.get_ident())
+        return np.ones(1, bool)
+
+    run(Masks().get("a", make))
+    assert threads != [threading.get_ident()]
