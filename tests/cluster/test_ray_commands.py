@@ -84,7 +84,7 @@ def started() -> Iterator[Head]:
     start = start.replace("--port=6379", f"--port={head.port} --dashboard-port={head.jobs_port}")
     start = start.replace("/mnt/scratch", scratch).replace("ulimit -n 65536", "true")
     start = start.replace(" --autoscaling-config=~/ray_bootstrap_config.yaml", "")
-    start += f" --temp-dir={home}/t --dashboard-agent-listen-port={free_port()} --node-ip-address=127.0.0.1"
+    start += f" --temp-dir={home}/t --dashboard-agent-listen-port={free_port()}"
     start += f" --object-store-memory={100 << 20}"
     try:
         shell = ["bash", "-i", "-c"]  # `ray up` runs each command in one that reads .bashrc
