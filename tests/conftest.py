@@ -57,13 +57,14 @@ from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.vector_format import encode
-from pipeline.tasks import executors
+from pipeline.tasks import executors, progress
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
+progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for its bar
 
 # Collections look at the objects of the tests alone, and less often: `make test-fast` takes a tenth less.
 gc.freeze()

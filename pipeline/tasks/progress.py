@@ -18,6 +18,8 @@ from tqdm import tqdm
 Mode = Literal["bar", "json", "none"]
 VARIABLE = "POLYRANK_PROGRESS"
 _EVENT_SECONDS = 1.0
+_SILENT_SECONDS = 2.0
+"""Work that ends by then shows no bar."""
 
 
 class Bar(Protocol):
@@ -61,7 +63,7 @@ def bar(
     is_scaled = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
         desc=label, total=total, initial=int(initial), unit=f" {unit}s" if is_scaled else unit,
-        unit_scale=is_scaled, disable=hidden or mode() == "none",
+        unit_scale=is_scaled, disable=hidden or mode() == "none", delay=_SILENT_SECONDS,
     ) as progress_bar:  # fmt: skip
         yield progress_bar
 

@@ -60,6 +60,19 @@ def test_a_person_sees_bars_and_no_events(monkeypatch, capsys):
     assert "embed: 100%" in text and "{" not in text
 
 
+@pytest.mark.parametrize(("seconds", "is_shown"), [(1.0, False), (30.0, True)])
+def test_short_work_shows_no_bar(monkeypatch, capsys, seconds, is_shown):
+    """Four bars of a small pool's plan, which takes half a second, told a newcomer of verdicts."""
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", 2.0)
+    now = [0.0]
+    with progress.bar("plan: verdicts", 1) as bar:
+        bar._time = lambda: now[0]
+        bar.start_t = bar.last_print_t = now[0]
+        now[0] = seconds
+        bar.update()
+    assert ("plan: verdicts" in capsys.readouterr().err) == is_shown
+
+
 def test_every_job_takes_the_option_and_hands_it_on(monkeypatch):
     monkeypatch.setenv(progress.VARIABLE, "bar")
     assert parse(Config, ["--progress", "json", "--a", "2"], "job") == Config(a=2)
