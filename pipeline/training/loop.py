@@ -219,7 +219,7 @@ def train(
         unsaved = metrics.pop(UNSAVED)
         save |= 0 < config.checkpoint_every_minutes <= unsaved
         if validate and task.validation is not None:
-            metrics |= selection.judge(task.validation(), step, partial(weights_of, module))
+            metrics |= selection.update(task.validation(), step, partial(weights_of, module))
             model.train()
         listener.progress(Progress(step, {**metrics, "learning_rate": rate}))
         if save or selection.stop:
