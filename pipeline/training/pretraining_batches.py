@@ -27,7 +27,7 @@ from pipeline.arrays import Floats, Ints
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import utterance_pairs
-from pipeline.training.batches import ahead
+from pipeline.training.batches import prefetch
 from pipeline.training.pair_windows import (
     WindowReader,
     WindowStream,
@@ -248,7 +248,7 @@ class PretrainingBatches:
         `cursors`: those of all workers of the run that saved them, of any number; none: from the beginning.
         Raises BadInput if they have another number of lanes.
         """
-        return ahead(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
+        return prefetch(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
 
     def _positions(self, cursors: Sequence[LaneCursor]) -> dict[int, LanePosition]:
         count = self.collator.config.lanes
