@@ -70,9 +70,11 @@ class Pairs:
         total: Ints = self.context_lengths_R + self.second_lengths_R + 3
         return total
 
-    def second_fingerprints(self, rows: Ints) -> Keys:
-        """A fingerprint of each second text, uint64; equal texts have equal ones."""
-        return Texts(self.ids_F, self.second_starts_R, self.second_lengths_R).fingerprints(rows)
+    def fingerprints(self, rows: Ints) -> Keys:
+        """Fingerprints of contexts and second texts, uint64 [R, 2]; equal texts have equal ones."""
+        contexts = Texts(self.ids_F, self.context_starts_R, self.context_lengths_R)
+        seconds = Texts(self.ids_F, self.second_starts_R, self.second_lengths_R)
+        return np.stack([contexts.fingerprints(rows), seconds.fingerprints(rows)], axis=1)
 
 
 def make_pairs(
