@@ -117,15 +117,16 @@ class PretrainingModel(nn.Module):
         predicted_N: Tensor | None = None,
         labels_N: Tensor | None = None,
         is_next_B: Tensor | None = None,
-        response_keys_B: Tensor | None = None,
+        answer_keys_BS: Tensor | None = None,
     ) -> PretrainingSums:
         """The sums of one batch.
 
         `predicted_N`: places in [B · T] of the tokens to predict, int64, each once; `labels_N`: their
         true ids; both None: no MLM. `is_next_B`: whether the second text is the true one; None: no
-        NUP. `response_keys_B`: the rows are B contexts and then their responses, each encoded alone, and
-        the contrastive loss is computed; equal keys name equal responses. The head that is left out gets
-        gradients of zeros, as DistributedDataParallel waits for one of every parameter.
+        NUP. `answer_keys_BS`: the rows are B contexts and then their responses, each encoded alone, and
+        the contrastive loss is computed; pairs that share a key have right answers in common. The head
+        that is left out gets gradients of zeros, as DistributedDataParallel waits for one of every
+        parameter.
         """
         hidden_BTD = self.encoder(tokens)
         zero = hidden_BTD.new_zeros((), dtype=torch.float32)
@@ -146,11 +147,11 @@ class PretrainingModel(nn.Module):
             )
             next_hits = ((logits_B.detach() > 0) == is_next_B).sum().float()
             pairs = zero + len(is_next_B)
-        if response_keys_B is not None:
+        if answer_keys_BS is not None:
             vectors = reduce(hidden_BTD.float(), tokens.mask_BT, "mean", 0)
-            contrastive_sum, next_hits = _contrastive(vectors, response_keys_B)
+            contrastive_sum, next_hits = _contrastive(vectors, answer_keys_BS)
             next_sum = next_sum + contrastive_sum
-            pairs = zero + len(response_keys_B)
+            pairs = zero + len(answer_keys_BS)
         return PretrainingSums(mlm_sum, mlm_count, mlm_hits, next_sum, next_hits, pairs)
 
     def mlm_logits(self, hidden_ND: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ class PretrainingModel(nn.Module):
         return torch.stack(sums).sum() * 0
 
 
-def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tensor]:
+def _contrastive(vectors: Tensor, answer_keys_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of each context's response among those of the batch, and how many come
     first. `vectors` float32 [2B, D]: contexts, then responses.
 
@@ -193,11 +194,11 @@ def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tens
     products, times 20 as in sentence-transformers' MultipleNegativesRankingLoss.
     """
     with torch.autocast(vectors.device.type, enabled=False):
-        vectors, count = F.normalize(vectors, dim=1), len(response_keys_B)
+        vectors, count = F.normalize(vectors, dim=1), len(answer_keys_BS)
         contexts_BD, responses_BD = vectors[:count], vectors[count:]
         scores_BB = _COSINE_SCALE * contexts_BD @ responses_BD.T
         label_B = torch.arange(count, device=vectors.device)
-        excluded_BB = false_negatives(response_keys_B[:, None], label_B)
+        excluded_BB = false_negatives(answer_keys_BS, label_B)
         loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * count
     return loss_sum, right_above_all(scores_BB, label_B, excluded_BB).sum().float()
 

@@ -213,7 +213,7 @@ class Batches(Generic[BatchT]):
         cursor = Cursor()
         if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
             cursor = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
-        return ahead(self._walk(self._translate_cursor(cursor)), depth=4)
+        return prefetch(self._walk(self._translate_cursor(cursor)), depth=4)
 
     def _translate_cursor(self, cursor: Cursor) -> Cursor:
         """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
@@ -262,7 +262,7 @@ class Batches(Generic[BatchT]):
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
 
 
-def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
+def prefetch(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
     prefetched: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()

@@ -20,7 +20,7 @@ from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.batches import PLACE, ExampleRow
 from pipeline.training.finetune_settings import Taught
-from pipeline.training.negatives import answer_keys, example_columns, right_answers
+from pipeline.training.negatives import RightAnswers, answer_keys, example_columns, right_answers
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
@@ -156,7 +156,7 @@ class _Candidate(NamedTuple):
 
 def _choose_candidates(
     row: ExampleRow,
-    right_texts: set[str],
+    right_texts: RightAnswers,
     responses: Sequence[str],
     count: int,
     generator: torch.Generator,
@@ -175,7 +175,7 @@ def _choose_candidates(
     candidates = [candidate for candidate in candidates if candidate.text not in right_texts]
     order = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     negatives = [candidates[place] for place in order]
-    if len(negatives) < count and right_texts.issuperset(responses):
+    if len(negatives) < count and all(text in right_texts for text in responses):
         negatives += [_Candidate(row["response"], _NO_SCORE)] * (count - len(negatives))
     while len(negatives) < count:
         text = responses[int(torch.randint(len(responses), (1,), generator=generator))]

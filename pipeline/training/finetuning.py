@@ -110,7 +110,7 @@ class Finetuning:
             save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
             validation=self._validation(ranker, rank, world),
-            refresh=miner,
+            miner=miner,
             before_step=network.before_step,
             work=lambda batch: {"samples": float(len(batch))},
         )

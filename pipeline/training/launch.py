@@ -81,7 +81,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True)
-class _Assignment:
+class WorkerSpec:
     """The instructions for every worker."""
 
     recipe: Recipe
@@ -142,28 +142,28 @@ def fit(
             await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
         attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
         checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
-        assignment = _Assignment(recipe, workers, threads, draft, attempt, checkpoint, start)
+        spec = WorkerSpec(recipe, workers, threads, draft, attempt, checkpoint, start)
         if executors.current():
-            return _fit_in_this_process(assignment, show)
+            return _fit_in_this_process(spec, show)
         with listening(show) as messages:
-            return _fit_on_cluster(assignment, messages)
+            return _fit_on_cluster(spec, messages)
 
 
-def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
-    workers, draft = assignment.workers, assignment.draft
-    resources = {"CPU": assignment.threads, **({"GPU": 1} if workers.gpu else {})}
+def _fit_on_cluster(spec: WorkerSpec, messages: Queue) -> Trained:
+    workers, draft = spec.workers, spec.draft
+    resources = {"CPU": spec.threads, **({"GPU": 1} if workers.gpu else {})}
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     trainer = ray.train.torch.TorchTrainer(
-        functools.partial(_work, assignment, messages),
+        functools.partial(_work, spec, messages),
         scaling_config=ray.train.ScalingConfig(
             num_workers=count, use_gpu=workers.gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
-            name=assignment.attempt,
+            name=spec.attempt,
             storage_path=draft.path(_CHECKPOINTS),
             failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
             checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=assignment.recipe.loop.keep_checkpoints
+                num_to_keep=spec.recipe.loop.keep_checkpoints
             ),
             callbacks=[RetryMachinesOnly()],
         ),
@@ -180,31 +180,31 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
             signal.signal(signal.SIGINT, on_interrupt)
-    uri = assignment.checkpoint
+    uri = spec.checkpoint
     if result.checkpoint:  # None: there was no step to train
         name = Path(result.checkpoint.path).name
-        uri = draft.path(_CHECKPOINTS, assignment.attempt, name)
+        uri = draft.path(_CHECKPOINTS, spec.attempt, name)
     metrics, precision = result.return_value
     return Trained(metrics, uri, precision)
 
 
-def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
+def _fit_in_this_process(spec: WorkerSpec, show: Show) -> Trained:
     """Trains on one rank. It restarts nothing; the same job, started again, continues from the last
     checkpoint."""
-    folder = assignment.draft.path(_CHECKPOINTS, assignment.attempt)
+    folder = spec.draft.path(_CHECKPOINTS, spec.attempt)
     uris = list[str]()
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
         uris.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
         storage.upload(local, uris[-1])
         shutil.rmtree(local)
-        while len(uris) > assignment.recipe.loop.keep_checkpoints:
+        while len(uris) > spec.recipe.loop.keep_checkpoints:
             storage.delete(uris.pop(0))
 
     with torch.random.fork_rng(devices=[]):
-        rank = _Rank(assignment, 0, 1, best_device(), show, keep, lambda: None)
+        rank = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None)
         metrics, precision = _train_rank(rank)
-    return Trained(metrics, uris[-1] if uris else assignment.checkpoint, precision)
+    return Trained(metrics, uris[-1] if uris else spec.checkpoint, precision)
 
 
 @contextmanager
@@ -261,10 +261,10 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(assignment: _Assignment, messages: Queue) -> tuple[dict[str, float], Resolved]:
+def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], Resolved]:
     """One worker of Ray Train; returns what `_train_rank` returns."""
     context = ray.train.get_context()
-    torch.set_num_threads(assignment.threads)
+    torch.set_num_threads(spec.threads)
     device = best_device()
     if device.type == "cuda":
         device = ray.train.torch.get_device()  # with its number: workers of a node see each other's
@@ -282,14 +282,14 @@ def _work(assignment: _Assignment, messages: Queue) -> tuple[dict[str, float], R
         messages.put((step, metrics))
 
     rank, world = context.get_world_rank(), context.get_world_size()
-    return _train_rank(_Rank(assignment, rank, world, device, send, keep, _read_ray_checkpoint))
+    return _train_rank(_Rank(spec, rank, world, device, send, keep, _read_ray_checkpoint))
 
 
 @dataclass(frozen=True)
 class _Rank:
     """One of the processes that train together, and its ways to the driver."""
 
-    assignment: _Assignment
+    spec: WorkerSpec
     number: int
     world: int
     device: torch.device
@@ -300,22 +300,22 @@ class _Rank:
     """Reads this attempt's last checkpoint; None: there is none yet."""
 
     def build_task(self) -> Task:
-        return self.assignment.recipe.build(self.number, self.world)
+        return self.spec.recipe.build(self.number, self.world)
 
 
 def _train_rank(rank: _Rank) -> tuple[dict[str, float], Resolved]:
     """Builds the rank's task, restores the last checkpoint, trains, saves; returns the last metrics and the
     precision."""
-    assignment, device = rank.assignment, rank.device
+    spec, device = rank.spec, rank.device
     if device.type == "cpu":
         cpu.keep_memory()
-    precision = agree_on_precision(assignment.recipe.loop.precision, device)
-    loop = replace(assignment.recipe.loop, precision=precision)
-    assignment = replace(assignment, recipe=replace(assignment.recipe, loop=loop))
-    rank = replace(rank, assignment=assignment)
+    precision = agree_on_precision(spec.recipe.loop.precision, device)
+    loop = replace(spec.recipe.loop, precision=precision)
+    spec = replace(spec, recipe=replace(spec.recipe, loop=loop))
+    rank = replace(rank, spec=spec)
     task = rank.build_task()
     prepare_for_training(task.module, device, precision)
-    model = distribute(task.module, device, assignment.workers.shard_weights)
+    model = distribute(task.module, device, spec.workers.shard_weights)
     if loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     reports = _Reports(rank)
@@ -329,8 +329,8 @@ def _train_rank(rank: _Rank) -> tuple[dict[str, float], Resolved]:
             task.module.load_state_dict(weights)
         with tempfile.TemporaryDirectory() as folder:
             task.save(Path(folder))
-            storage.delete(assignment.draft.path("_model"))
-            storage.upload(Path(folder), assignment.draft.path("_model"))
+            storage.delete(spec.draft.path("_model"))
+            storage.upload(Path(folder), spec.draft.path("_model"))
     return reports.metrics, precision
 
 
@@ -346,11 +346,11 @@ class _Reports:
 
     def resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
-        saved, assignment = self._rank.saved(), self._rank.assignment
-        if saved is None and assignment.checkpoint:
-            saved = read_saved_at(assignment.checkpoint)
-        if saved is None and assignment.start:
-            saved = read_start(assignment.start)
+        saved, spec = self._rank.saved(), self._rank.spec
+        if saved is None and spec.checkpoint:
+            saved = read_saved_at(spec.checkpoint)
+        if saved is None and spec.start:
+            saved = read_start(spec.start)
         step = saved.state["step"] if saved else 0
         self._tidied_step = step
         self.metrics = {"step": float(step)}
@@ -376,7 +376,7 @@ class _Reports:
         """Operations a second of this rank's device; measuring them takes a second."""
         return peak_flops(
             self._rank.device,
-            resolve_precision(self._rank.assignment.recipe.loop.precision, self._rank.device),
+            resolve_precision(self._rank.spec.recipe.loop.precision, self._rank.device),
         ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
@@ -386,9 +386,7 @@ class _Reports:
         self._rank.keep(folder, dict(self.metrics))
 
     def save_bad_batch(self, step: int, batch: Any) -> str:
-        uri = self._rank.assignment.draft.path(
-            "_bad_batch", f"step-{step}-rank-{self._rank.number}"
-        )
+        uri = self._rank.spec.draft.path("_bad_batch", f"step-{step}-rank-{self._rank.number}")
         with tempfile.TemporaryDirectory() as folder:
             write_state(tensors_in(batch), Path(folder))
             storage.upload(Path(folder), uri)

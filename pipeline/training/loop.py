@@ -53,16 +53,16 @@ class BatchSource(Protocol):
         """(batch, the cursor after it), from the saved cursors of all ranks on; none: from the first."""
 
 
-class Refresh(Protocol):
-    """Data that is made again and again with the current weights, such as hard negatives."""
+class NegativeMiner(Protocol):
+    """Mines hard negatives again and again with the current weights."""
 
     every_steps: int
 
     def __call__(self) -> None:
-        """Makes the data anew; a collective call."""
+        """Mines them anew; a collective call."""
 
     def state(self) -> dict[str, Any]:
-        """The state in a checkpoint: the weights that made it may no longer exist."""
+        """The state in a checkpoint: the weights that it was mined with may no longer exist."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes a `state` back."""
@@ -94,8 +94,8 @@ class Task:
     """Writes the trained model into a folder."""
     validation: Callable[[], Measured] | None = None
     """Measures `module`; a collective call. None: there is nothing to validate on."""
-    refresh: Refresh | None = None
-    """Data of the batches that depends on the weights, such as hard negatives; None: there is none."""
+    miner: NegativeMiner | None = None
+    """Mines the batches' hard negatives; None: there are none."""
     before_step: Callable[[int], None] = no_hook
     """Called with each step's number, from 0: annealed scales, ranges of quantisation. What it sets
     follows from the step, or lies in the module's buffers: checkpoints hold nothing else of it."""
@@ -182,8 +182,8 @@ def train(
     cursor: Cursor = None
     while step < steps and not selection.stop:
         # Before a step, not after one: a longer run that goes on from the last step does it, too.
-        if task.refresh is not None and step > 0 and step % task.refresh.every_steps == 0:
-            task.refresh()
+        if task.miner is not None and step > 0 and step % task.miner.every_steps == 0:
+            task.miner()
             batches.close()  # it has prepared some ahead
             batches = task.batches.start(cursors if cursor is None else _gather_cursors(cursor))
             model.train()
@@ -219,14 +219,14 @@ def train(
         unsaved = metrics.pop(UNSAVED)
         save |= 0 < config.checkpoint_every_minutes <= unsaved
         if validate and task.validation is not None:
-            metrics |= selection.judge(task.validation(), step, partial(weights_of, module))
+            metrics |= selection.update(task.validation(), step, partial(weights_of, module))
             model.train()
         listener.progress(Progress(step, {**metrics, "learning_rate": rate}))
         if save or selection.stop:
             state = {
                 **training_state(module, optimization.optimizer),
                 "selection": selection.state(),
-                "refresh": task.refresh.state() if task.refresh is not None else {},
+                "refresh": task.miner.state() if task.miner is not None else {},
                 "skipped_steps": meter.skipped,
                 "step": step,
             }
@@ -251,8 +251,8 @@ def _resume(
         return 0, 0, []
     load_training_state(task.module, optimizer, saved.state)
     selection.load(saved.state["selection"])
-    if task.refresh is not None:
-        task.refresh.load(saved.state["refresh"])
+    if task.miner is not None:
+        task.miner.load(saved.state["refresh"])
     return saved.state["step"], saved.skipped_steps, saved.cursors
 
 

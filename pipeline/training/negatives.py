@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -31,14 +32,33 @@ def answer_keys(row: Mapping[str, Any], same_group_negatives: bool) -> list[int]
     return [int.from_bytes(digest, "little", signed=True) for digest in digests]
 
 
-def right_answers(rows: Sequence[Mapping[str, Any]], same_group_negatives: bool) -> list[set[str]]:
-    """For each row, the responses of all these rows that answer it; its own is among them."""
+@dataclass(frozen=True)
+class RightAnswers:
+    """The responses that answer a row, its own among them."""
+
+    sets: Sequence[set[str]]
+    """Rows share them: 5,000 rows of one thread would otherwise hold 25 million texts."""
+
+    def __contains__(self, text: str) -> bool:
+        return any(text in texts for texts in self.sets)
+
+    def __len__(self) -> int:
+        """At least as many as there are."""
+        return sum(map(len, self.sets))
+
+
+def right_answers(
+    rows: Sequence[Mapping[str, Any]], same_group_negatives: bool
+) -> list[RightAnswers]:
+    """The right answers of each row among the responses of all these rows."""
     responses_of_key = defaultdict[int, set[str]](set)
-    keys_of_rows = [answer_keys(row, same_group_negatives) for row in rows]
-    for row, keys in zip(rows, keys_of_rows, strict=True):
-        for key in keys:
-            responses_of_key[key].add(row["response"])
-    return [set[str]().union(*(responses_of_key[key] for key in keys)) for keys in keys_of_rows]
+    sets_of_rows = [
+        [responses_of_key[key] for key in answer_keys(row, same_group_negatives)] for row in rows
+    ]
+    for row, sets in zip(rows, sets_of_rows, strict=True):
+        for texts in sets:
+            texts.add(row["response"])
+    return [RightAnswers(sets) for sets in sets_of_rows]
 
 
 def highest_allowed(limits: NegativeLimits, right_score: float) -> float:

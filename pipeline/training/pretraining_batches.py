@@ -27,7 +27,7 @@ from pipeline.arrays import Floats, Ints
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import utterance_pairs
-from pipeline.training.batches import ahead
+from pipeline.training.batches import prefetch
 from pipeline.training.pair_windows import (
     WindowReader,
     WindowStream,
@@ -77,9 +77,10 @@ class MicroBatch:
     """The true ids of the predicted tokens, int64; None as `predicted_N`."""
     is_next_B: Tensor | None
     """bool: whether the second text is the context's own; None: this step does not ask."""
-    response_keys_B: Tensor | None = None
-    """The rows of `tokens` are B contexts and then their B responses, which are told apart; equal
-    responses have equal keys, int64. None: each row is a pair."""
+    answer_keys_BS: Tensor | None = None
+    """The rows of `tokens` are B contexts and then their B responses, which are told apart. Two keys, of
+    context and response, int64: pairs that share one have right answers in common. None: each row is a
+    pair."""
 
     @property
     def token_count(self) -> int:
@@ -94,13 +95,13 @@ class MicroBatch:
     @property
     def pair_count(self) -> int:
         """Pairs whose next utterance is predicted."""
-        labels_B = self.is_next_B if self.response_keys_B is None else self.response_keys_B
+        labels_B = self.is_next_B if self.answer_keys_BS is None else self.answer_keys_BS
         return 0 if labels_B is None else len(labels_B)
 
     @property
     def model_inputs(self) -> tuple[Tokens, *tuple[Tensor | None, ...]]:
         """The arguments of `PretrainingModel`."""
-        return self.tokens, self.predicted_N, self.labels_N, self.is_next_B, self.response_keys_B
+        return self.tokens, self.predicted_N, self.labels_N, self.is_next_B, self.answer_keys_BS
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
@@ -125,7 +126,7 @@ class MicroBatch:
             change_optional(self.predicted_N),
             change_optional(self.labels_N),
             change_optional(self.is_next_B),
-            change_optional(self.response_keys_B),
+            change_optional(self.answer_keys_BS),
         )
 
 
@@ -167,13 +168,12 @@ class _Collator:
 
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
         """The micro-batch of a step."""
-        config, keys, is_next_B, response_keys_B = self.config, pairs.keys_R[rows_B], None, None
+        config, keys, is_next_B, answer_keys_BS = self.config, pairs.keys_R[rows_B], None, None
         if config.single_texts:
             ids_BT, lengths_B = utterance_pairs.layout_single_texts(pairs, rows_B, self.vocabulary)
             second_start_B = np.ones_like(lengths_B)  # of a word; there is no second text
             keys = np.concatenate([keys, derive_keys(keys, _RESPONSE_MASKS)])
-            fingerprints_B = pairs.second_fingerprints(rows_B)
-            response_keys_B = torch.from_numpy(fingerprints_B.view(np.int64))
+            answer_keys_BS = torch.from_numpy(pairs.fingerprints(rows_B).view(np.int64))
         else:
             ids_BT, lengths_B, second_start_B = utterance_pairs.layout(
                 pairs, rows_B, self.vocabulary
@@ -196,7 +196,7 @@ class _Collator:
             tuple(lengths_B.tolist()),
             segments_BT,
         )
-        return MicroBatch(tokens, predicted_N, labels_N, is_next_B, response_keys_B)
+        return MicroBatch(tokens, predicted_N, labels_N, is_next_B, answer_keys_BS)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class PretrainingBatches:
         `cursors`: those of all workers of the run that saved them, of any number; none: from the beginning.
         Raises BadInput if they have another number of lanes.
         """
-        return ahead(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
+        return prefetch(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
 
     def _positions(self, cursors: Sequence[LaneCursor]) -> dict[int, LanePosition]:
         count = self.collator.config.lanes

@@ -61,7 +61,7 @@ class Selection:
     def stop(self) -> bool:
         return not self.keep_last and 0 < self.patience <= self.without_better
 
-    def judge(
+    def update(
         self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
     ) -> dict[str, float]:
         """Adds a validation; returns the metrics to show.

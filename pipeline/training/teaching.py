@@ -36,7 +36,7 @@ from pipeline.tasks.records import TaskRecord
 from pipeline.tasks.resources import best_device
 from pipeline.training.batches import ExampleRow
 from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
-from pipeline.training.negatives import highest_allowed, right_answers
+from pipeline.training.negatives import RightAnswers, highest_allowed, right_answers
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
@@ -205,7 +205,7 @@ def _add_vectors(rows: list[ExampleRow], ranker: Ranker, batch_tokens: int) -> N
 
 
 def _add_candidates(
-    rows_with_answers: list[tuple[ExampleRow, set[str]]],
+    rows_with_answers: list[tuple[ExampleRow, RightAnswers]],
     texts: Sequence[str],
     rankers: Sequence[Ranker],
     config: TeachingConfig,

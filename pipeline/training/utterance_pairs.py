@@ -47,8 +47,8 @@ class Texts:
             tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * _PLACE
         )
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
-        prints: Keys = sums[ends] - sums[ends - lengths]
-        return prints
+        fingerprints: Keys = sums[ends] - sums[ends - lengths]
+        return fingerprints
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ class Pairs:
         total: Ints = self.context_lengths_R + self.second_lengths_R + 3
         return total
 
-    def second_fingerprints(self, rows: Ints) -> Keys:
-        """A fingerprint of each second text, uint64; equal texts have equal ones."""
-        return Texts(self.ids_F, self.second_starts_R, self.second_lengths_R).fingerprints(rows)
+    def fingerprints(self, rows: Ints) -> Keys:
+        """Fingerprints of contexts and second texts, uint64 [R, 2]; equal texts have equal ones."""
+        contexts = Texts(self.ids_F, self.context_starts_R, self.context_lengths_R)
+        seconds = Texts(self.ids_F, self.second_starts_R, self.second_lengths_R)
+        return np.stack([contexts.fingerprints(rows), seconds.fingerprints(rows)], axis=1)
 
 
 def make_pairs(
@@ -87,15 +89,15 @@ def make_pairs(
     is_drawn_R = uniform(derive_keys(keys_R, _SWAP_DRAW)) < random_share
     other_row_R = np.full(rows, -1, np.int64)
     if pool is not None and len(pool.lengths_R):
-        prints = pool.fingerprints(np.arange(len(pool.lengths_R)))
+        fingerprints = pool.fingerprints(np.arange(len(pool.lengths_R)))
         pending = np.flatnonzero(is_drawn_R)
-        own_prints = responses.fingerprints(pending)
+        own_fingerprints = responses.fingerprints(pending)
         for draw in range(_DRAWS):
             share = uniform(derive_keys(keys_R[pending], _RESPONSE_DRAW + draw))
-            rows_drawn = (share * len(prints)).astype(np.int64)
-            differs = prints[rows_drawn] != own_prints
+            rows_drawn = (share * len(fingerprints)).astype(np.int64)
+            differs = fingerprints[rows_drawn] != own_fingerprints
             other_row_R[pending[differs]] = rows_drawn[differs]
-            pending, own_prints = pending[~differs], own_prints[~differs]
+            pending, own_fingerprints = pending[~differs], own_fingerprints[~differs]
     is_swapped_R = other_row_R >= 0
     second_starts_R = responses.starts_R + len(contexts.ids_F)
     second_lengths_R = responses.lengths_R.copy()

@@ -110,27 +110,30 @@ def test_right_predictions_are_counted(model, batch):
 
 @pytest.fixture
 def texts(tiny):
-    """Rows of three contexts and of their responses; the first and the last response are equal."""
-    rows = [[2, 7, 8, 3], [2, 9, 3], [2, 7, 3], [2, 10, 3], [2, 11, 12, 13, 3], [2, 10, 3]]
-    return tiny.tokenizer().batch(rows), torch.tensor([5, -6, 5])
+    """Rows of four contexts and of their responses. The first and the third response are equal, and so are
+    the second and the fourth context."""
+    rows = [[2, 7, 8, 3], [2, 9, 3], [2, 7, 3], [2, 9, 3],
+            [2, 10, 3], [2, 11, 12, 13, 3], [2, 10, 3], [2, 12, 3]]  # fmt: skip
+    return tiny.tokenizer().batch(rows), torch.tensor([[1, 5], [2, -6], [3, 5], [2, 7]])
 
 
 def test_the_contrastive_loss_tells_a_response_from_the_others_of_the_batch(model, texts, tmp_path):
     tokens, keys = texts
     hf = plain(model, tmp_path)
     with torch.no_grad():
-        sums = model(tokens, response_keys_B=keys)
+        sums = model(tokens, answer_keys_BS=keys)
         hidden = hf.base_model(**inputs(tokens, hf)).last_hidden_state.double().numpy()
     means = np.array(
         [row[:count].mean(0) for row, count in zip(hidden, tokens.lengths, strict=True)]
     )
     means /= np.linalg.norm(means, axis=1, keepdims=True)
-    scores = 20 * means[:3] @ means[3:].T
-    scores[0, 2] = scores[2, 0] = -np.inf  # the same text is no wrong answer
-    expected = [-log_softmax(scores[row])[row] for row in range(3)]
+    scores = 20 * means[:4] @ means[4:].T
+    # Neither the same text nor another reply to the same context is a wrong answer.
+    scores[0, 2] = scores[2, 0] = scores[1, 3] = scores[3, 1] = -np.inf
+    expected = [-log_softmax(scores[row])[row] for row in range(4)]
     assert sums.next_sum.item() == pytest.approx(sum(expected), rel=1e-4)
-    assert sums.next_hits.item() == (scores.argmax(1) == np.arange(3)).sum()
-    assert (sums.pairs.item(), sums.mlm_count.item()) == (3, 0)
+    assert sums.next_hits.item() == (scores.argmax(1) == np.arange(4)).sum()
+    assert (sums.pairs.item(), sums.mlm_count.item()) == (4, 0)
 
 
 def test_the_contrastive_loss_trains_the_encoder_and_leaves_both_heads_alone(model, texts):

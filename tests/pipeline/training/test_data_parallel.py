@@ -207,7 +207,7 @@ def oracle(recipe, folder):
             wanted = torch.cat([part.is_next_B for part in batch.parts]).double()
             logits = head(out.hidden_states[-1][:, 0])[:, 0]
             loss = loss + F.binary_cross_entropy_with_logits(logits, wanted)
-        if batch.parts[0].response_keys_B is not None:
+        if batch.parts[0].answer_keys_BS is not None:
             loss = loss + contrastive_loss(out.hidden_states[-1], mask, batch.parts)
         loss.backward()
         named = {

@@ -240,8 +240,8 @@ def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
     made = recipe(tiny, 40, rows_per_file=10, folds=2, held_out=1, negatives_from="mined",
                   negatives=3, batch_examples=4)  # fmt: skip
     task = made.build(0, 1)
-    task.refresh()
-    mined = {text for place in range(20) for text in task.refresh.negatives_of(place)}
+    task.miner()
+    mined = {text for place in range(20) for text in task.miner.negatives_of(place)}
     assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
 
 

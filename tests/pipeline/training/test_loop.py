@@ -354,7 +354,7 @@ def test_what_was_mined_survives_a_kill(tiny):
         finetune = {"negatives_from": "mined", "mine": Mining(top_k=6, max_share=1.0)}
         make = finetuning(tiny, corpus, architecture="poly", finetune=finetune)
         found = Run(make, 12, checkpoint_every_steps=3, learning_rate=1e-3, **more)
-        assert found.task.refresh.every_steps == 5
+        assert found.task.miner.every_steps == 5
         return found
 
     whole = run()
@@ -362,7 +362,7 @@ def test_what_was_mined_survives_a_kill(tiny):
         resumed = run(checkpoint=whole.checkpoints[step])
         assert same(resumed.weights, whole.weights), step
         assert resumed.shown("loss") == whole.shown("loss")[step:]
-        states = [run.task.refresh.state() for run in (resumed, whole)]
+        states = [run.task.miner.state() for run in (resumed, whole)]
         pools = [state.pop("pool") for state in states]
         assert pools[0] == pools[1]
         assert same(*states)
@@ -380,7 +380,7 @@ def test_a_run_that_ended_when_mining_was_due_goes_on_as_a_longer_one(tiny):
     make = finetuning(tiny, echoes(tiny), architecture="poly", finetune=finetune)
     config = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 1}
     short, whole = Run(make, 6, **config), Run(make, 8, **config)
-    assert short.task.refresh.every_steps == 3
+    assert short.task.miner.every_steps == 3
     longer = Run(make, 8, checkpoint=short.checkpoints[6], **config)
     assert longer.shown("loss") == whole.shown("loss")[6:]
     assert same(longer.weights, whole.weights)

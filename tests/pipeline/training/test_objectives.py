@@ -11,6 +11,7 @@ from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
 from pipeline.training.finetune_settings import Distillation, FinetuneConfig
+from pipeline.training.negatives import right_answers
 from pipeline.training.objectives import DualModule, PairModule
 
 
@@ -233,6 +234,15 @@ def test_a_shared_candidate_that_answers_the_context_in_another_row_does_not_cou
     )
     (gradient_BKD,) = torch.autograd.grad(loss, [negatives_BKD])
     assert gradient_BKD[0].abs().sum() > 0 and gradient_BKD[3].abs().sum() == 0
+
+
+def test_rows_with_the_same_answers_hold_them_once():
+    """5,000 rows of one thread would hold 25 million texts."""
+    answers = right_answers(REPLIES * 50, same_group_negatives=False)
+    assert len({id(texts) for one in answers for texts in one.sets}) == 3 + 2  # contexts, groups
+    for row, one in zip(REPLIES * 50, answers, strict=True):
+        same = {"a": {"w4", "w8"}, "b": {"w6 w7", "w13"}}[row["group_id"]]
+        assert {text for text in ("w4", "w6 w7", "w8", "w13", "w20") if text in one} == same
 
 
 @pytest.mark.parametrize("same_group_negatives", [True, False])

@@ -93,7 +93,7 @@ def take(batches, steps, cursors=()):
 def plain(batch):
     """All that a model sees, to compare."""
     fields = [
-        *batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B, batch.response_keys_B,
+        *batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B, batch.answer_keys_BS,
     ]  # fmt: skip
     return str([field.tolist() if torch.is_tensor(field) else field for field in fields])
 
@@ -300,9 +300,9 @@ def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of
             assert batch.tokens.ids_BT.numel() <= 40
             assert batch.tokens.mask_BT.sum(1).tolist() == list(batch.tokens.lengths)
             assert batch.tokens.segments_BT is None and batch.is_next_B is None
-            assert batch.pair_count == len(batch.response_keys_B) == len(pairs)
-            assert batch.response_keys_B.dtype == torch.int64
-            assert len(batch.response_keys_B.unique()) == len(pairs)
+            assert batch.pair_count == len(batch.answer_keys_BS) == len(pairs)
+            assert batch.answer_keys_BS.dtype == torch.int64
+            assert len(batch.answer_keys_BS.unique(dim=0)) == len(pairs)
             assert plain(batch.to(torch.device("cpu"))) == plain(batch)
             seen.update(pairs)
     assert len(seen) == 70
@@ -318,10 +318,13 @@ def test_contrastive_micro_batches_have_as_many_pairs_whatever_their_lengths(cor
     assert np.mean([max(row) - min(row) for row in lengths]) > 3
 
 
-def test_equal_responses_have_equal_keys(corpus_of):
+def test_equal_texts_have_equal_keys(corpus_of):
+    """Of contexts, and of responses: all responses are equal here, and no two contexts."""
     for batches, _ in take(batches_of(corpus_of(70, same_response=True), **SINGLE_TEXTS), 5):
         for batch in batches:
-            assert len(batch.response_keys_B.unique()) == 1
+            of_contexts, of_responses = batch.answer_keys_BS.T
+            assert len(of_contexts.unique()) == len(of_contexts)
+            assert len(of_responses.unique()) == 1
 
 
 def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
