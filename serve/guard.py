@@ -19,6 +19,7 @@ import re
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -250,12 +251,16 @@ class Guard:
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
                           "content-type: allowed: application/json", "content-type")  # fmt: skip
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip"):
+            raise Refusal("unsupported_media_type", "content-encoding: allowed: gzip, or none",
+                          "content-encoding")  # fmt: skip
         body = bytearray(scope.pop(_BODY, b""))
         if len(body) > max_bytes:
             raise _too_large_refusal(max_bytes)
         if body:
             hold(len(body))
-            return bytes(body)
+            return self._decoded(bytes(body), encoding)
         try:
             async with asyncio.timeout(self._limits.upload_s):
                 has_more = True
@@ -271,7 +276,22 @@ class Guard:
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
-        return bytes(body)
+        return self._decoded(bytes(body), encoding)
+
+    def _decoded(self, body: bytes, encoding: str) -> bytes:
+        """The body without its compression. A proxy leaves that to the replica."""
+        if encoding == "identity" or self._is_proxy:
+            return body
+        max_bytes, decoder = self._limits.body_bytes, zlib.decompressobj(wbits=31)
+        try:
+            decoded = decoder.decompress(body, max_bytes + 1)
+        except zlib.error:
+            raise Refusal("invalid_json", "the body is not gzip", None) from None
+        if len(decoded) > max_bytes:
+            raise _too_large_refusal(max_bytes)
+        if not decoder.eof:
+            raise Refusal("invalid_json", "the body's gzip is truncated", None)
+        return decoded
 
 
 def _too_large_refusal(max_bytes: int) -> Refusal:

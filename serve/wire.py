@@ -9,9 +9,9 @@ Rules for all of them:
   score above 37 becomes 1.0. `raw_scores` returns the score itself.
 - There is one model, whatever `model` the request names. The header of `answered_by.py` names its
   fingerprint, and so does the body, where the format has a field for it.
-- Texts are always truncated to the model's maximum, which /info names.
+- Texts are always truncated to the model's maximum, which /info names. `truncate: false` (TEI) is refused.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
-  `model` (all of them), `truncate` (TEI), `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`,
+  `model` (all of them), `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`,
   `priority` (Cohere), `user` (OpenAI), `parameters` (Hugging Face). Fields that would change which parts of
   the texts are read (`rank_fields`, `truncation_direction`) are refused.
 - Errors have the format of `errors.py`.
@@ -50,6 +50,7 @@ from serve.wire_bodies import (
     ModelCard,
     ModelList,
     RerankResponse,
+    SimilarityRequest,
     TextScore,
     Usage,
 )
@@ -90,6 +91,7 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         """TEI's format. Texts that are too long are always truncated."""
         return await _embed(require_service(), body, request)
 
+    @app.post("/embeddings", include_in_schema=False)  # infinity's route
     @app.post(
         "/v1/embeddings",
         responses=error_responses(*REFUSALS),
@@ -115,12 +117,23 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
 
         return await json_answer(response, text_vectors.vectors_ND.numel())
 
+    def served_model() -> ModelCard:
+        model = require_service().champion.model
+        created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
+        return ModelCard(id=model.fingerprint, created=int(created))
+
+    @app.get("/models", include_in_schema=False)  # infinity's route
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, in OpenAI's format."""
-        model = require_service().champion.model
-        created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
-        return ModelList(data=[ModelCard(id=model.fingerprint, created=int(created))])
+        return ModelList(data=[served_model()])
+
+    @app.get("/v1/models/{id}", responses=error_responses("unauthorized", "not_found", "not_ready"))
+    async def model(id: str) -> ModelCard:
+        """The model of this id, in OpenAI's format."""
+        if (served := served_model()).id != id:
+            raise Refusal("not_found", f"model: allowed: {served.id}", "model")
+        return served
 
     @app.post(
         "/",
@@ -132,6 +145,11 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, EmbedRequest):
             return await _embed(require_service(), body, request)
+        return await similarity(body, request)
+
+    @app.post("/similarity", responses=error_responses(*REFUSALS))
+    async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
+        """TEI's route for Hugging Face's `sentence_similarity`."""
         sentences = body.inputs
         text_scores = await _score(
             require_service(), sentences.source_sentence, sentences.sentences, request

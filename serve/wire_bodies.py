@@ -39,6 +39,10 @@ GivenDocument = Annotated[
 
 # Requests
 
+Truncate = Annotated[
+    Literal[True, None],
+    Field(description="Texts that are too long are always truncated."),
+]
 _DIMENSIONS = (
     "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
 )
@@ -51,6 +55,7 @@ class TextsRerank(BaseModel):
     texts: _TextList
     raw_scores: StrictBool = False
     return_text: StrictBool = False
+    truncate: Truncate = True
     truncation_direction: Literal["right", "Right"] = "right"
 
 
@@ -58,13 +63,14 @@ class DocumentsRerank(BaseModel):
     """A rerank request in the format of Jina, infinity and Cohere."""
 
     query: FilledText
+    # Before the documents: those with other fields have no text, and the error names what asks for them.
+    rank_fields: list[Literal["text"]] | None = Field(
+        default=None, description="Fields of a document to read."
+    )
     documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
     return_documents: StrictBool | None = None
     raw_scores: StrictBool = False
-    rank_fields: list[Literal["text"]] | None = Field(
-        default=None, description="Fields of a document to read."
-    )
 
     @property
     def texts(self) -> list[str]:
@@ -84,6 +90,7 @@ class EmbedRequest(BaseModel):
         "Default: as candidates.",
     )
     dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
+    truncate: Truncate = True
     truncation_direction: Literal["right", "Right"] = "right"
     encoding_format: Literal["float"] = "float"
 

@@ -22,6 +22,9 @@ from pipeline.config import BadInput
 # token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
 _CHARACTERS_PER_TOKEN = 6
 _SPARE_TOKENS = 8  # those next to a cut are not trusted to be the whole text's
+_SPARE_TOKENS_IN_WORD = (
+    108  # next to a cut in a word: WordPiece takes one of over 100 characters as unknown
+)
 
 
 class Tokens(NamedTuple):
@@ -156,14 +159,16 @@ class Tokenizer:
         """The last or the first `keep` ids of each text; of a long one no more is tokenised than they
         need."""
         rows: list[list[int]] = [[] for _ in texts]
-        places, characters = list(range(len(texts))), keep * _CHARACTERS_PER_TOKEN
+        places, characters = list(range(len(texts))), max(1, keep) * _CHARACTERS_PER_TOKEN
         cut_text = _tail if newest else _head
         while places:
             parts = [cut_text(texts[place], characters) for place in places]
             unfinished = []
             for place, part, ids in zip(places, parts, self.ids(parts), strict=True):
                 rows[place] = ids[max(0, len(ids) - keep) :] if newest else ids[:keep]
-                if len(part) < len(texts[place]) and len(ids) < keep + _SPARE_TOKENS:
+                is_cut_in_word = len(part) == characters
+                spare = _SPARE_TOKENS_IN_WORD if is_cut_in_word else _SPARE_TOKENS
+                if len(part) < len(texts[place]) and len(ids) < keep + spare:
                     unfinished.append(place)
             places, characters = unfinished, characters * 4
         return rows
@@ -192,16 +197,18 @@ class Tokenizer:
 
 
 def _head(text: str, characters: int) -> str:
-    """A beginning that ends before a space, and so between words; the whole text if it is short."""
+    """A beginning that ends before a space, and so between words; so many characters where there is none, as
+    in Chinese; the whole text if it is short."""
     end = text.rfind(" ", characters // 2, characters) if len(text) > characters else -1
-    return text if end < 0 else text[:end]
+    return text[: characters if end < 0 else end]
 
 
 def _tail(text: str, characters: int) -> str:
-    """An end that begins with a space, and so between words; the whole text if it is short."""
-    earliest = len(text) - characters
-    start = text.find(" ", earliest, earliest + characters // 2) if earliest > 0 else -1
-    return text if start < 0 else text[start:]
+    """An end that begins with a space, and so between words; so many characters where there is none; the
+    whole text if it is short."""
+    earliest = max(0, len(text) - characters)
+    start = text.find(" ", earliest, earliest + characters // 2) if earliest else 0
+    return text[earliest if start < 0 else start :]
 
 
 def _special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

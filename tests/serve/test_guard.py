@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import logging
@@ -146,6 +147,32 @@ def test_slow_senders_of_large_bodies_hold_no_more_memory_than_is_allowed(servic
         assert ask(port, "POST", "/rank", GOOD)[0] == 200  # small bodies always pass
     with TestClient(app) as client:  # all is given back
         assert client.post("/rank", content=b"x" * 990_000, headers=JSON).status_code == 400
+
+
+def test_a_body_may_be_compressed(service):
+    sent = gzip.compress(json.dumps(GOOD).encode())
+    replica = api.create_app(service)
+    for app in (replica, Guard(replica, is_proxy=True)):
+        answer = TestClient(app).post(
+            "/rank", content=sent, headers={**JSON, "content-encoding": "gzip"}
+        )
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status"),
+    [
+        ("br", b"{}", 415),
+        ("gzip", b"{}", 400),
+        ("gzip", gzip.compress(json.dumps(GOOD).encode())[:-9], 400),
+        ("gzip", gzip.compress(b" " * 10_000_000), 413),
+    ],
+)
+def test_a_body_that_cannot_be_decompressed_is_refused(client, encoding, content, status):
+    headers = {**JSON, "content-encoding": encoding}
+    response = client.post("/rank", content=content, headers=headers)
+    assert response.status_code == status
+    assert ("encod" in response.json()["error"]["message"]) == (status == 415)
 
 
 @pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8",

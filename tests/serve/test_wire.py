@@ -339,6 +339,33 @@ def test_openais_client_lists_the_model(live, openai_of):
     assert model.created > 1_700_000_000
 
 
+def test_openais_client_gets_the_model_and_no_other(live, openai, openai_of):
+    one = live("bi")
+    client = openai_of(one)
+    (listed,) = client.models.list()
+    assert client.models.retrieve(listed.id) == listed
+    with pytest.raises(openai.NotFoundError, match=f"allowed: {listed.id}"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("path", "same_as"), [("/embeddings", "/v1/embeddings"), ("/models", "/v1/models")]
+)
+def test_infinitys_routes_are_openais(live, path, same_as):
+    one = live("bi")
+    if "models" in path:
+        found, expected = (httpx2.get(one.url + route) for route in (path, same_as))
+    else:
+        found, expected = (one.post(route, {"input": TEXTS}) for route in (path, same_as))
+    assert (found.status_code, found.json()) == (200, expected.json())
+
+
+def test_teis_similarity(live):
+    one = live("bi")
+    body = {"inputs": {"source_sentence": QUERY, "sentences": TEXTS}}
+    assert one.post("/similarity", body).json() == pytest.approx(one.scores(QUERY, TEXTS), rel=1e-4)
+
+
 @pytest.mark.parametrize("ids", [[101, 7592], [[101, 7592]]])
 def test_token_ids_of_another_vocabulary_are_refused(live, openai, openai_of, ids):
     with pytest.raises(openai.UnprocessableEntityError, match="token ids are not allowed"):
@@ -395,6 +422,12 @@ MANY = ["a"] * 1001
         ("/v1/rerank", {**DOCUMENTS, "documents": ["a", 3]}, "documents.1", "string"),
         ("/v1/rerank", {**DOCUMENTS, "documents": ["\ud800"]}, "documents.0", "surrogate"),
         ("/v1/rerank", {**DOCUMENTS, "rank_fields": ["title"]}, "rank_fields.0", "'text'"),
+        ("/v1/rerank", {"query": QUERY, "documents": [{"title": "a"}], "rank_fields": ["title"]},
+         "rank_fields.0", "'text'"),
+        ("/rerank", {"query": QUERY, "texts": TEXTS, "truncate": False}, "truncate", "True"),
+        ("/embed", {"inputs": "a", "truncate": False}, "truncate", "True"),
+        ("/", {"inputs": "a", "truncate": False}, "truncate", "True"),
+        ("/similarity", {"inputs": {"sentences": ["a"]}}, "inputs.source_sentence", "required"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": True}, "top_n", "integer"),
         ("/embed", {"inputs": []}, "inputs", "at least 1"),
@@ -426,7 +459,7 @@ def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
         ("/rerank", {"query": QUERY, "texts": TEXTS}, {"truncate": True, "model": "tei"}),
         ("/v2/rerank", DOCUMENTS, {"model": "rerank-v3.5", "max_tokens_per_doc": 9, "priority": 1}),
         ("/v1/rerank", DOCUMENTS, {"max_chunks_per_doc": 9, "top_n": None}),
-        ("/embed", {"inputs": TEXTS}, {"truncate": False, "prompt_name": None, "dimensions": None}),
+        ("/embed", {"inputs": TEXTS}, {"truncate": None, "prompt_name": None, "dimensions": None}),
         ("/v1/embeddings", {"input": TEXTS}, {"model": "text-embedding-3-small", "user": "me"}),
         ("/", {"inputs": TEXTS}, {"parameters": {}, "truncate": True}),
     ],

@@ -66,7 +66,11 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 @pytest.mark.parametrize("make", [word_piece, byte_pairs])
 @given(
     st.lists(st.text("abcé.! \n\t\u3000漢\u0301", max_size=400), min_size=1, max_size=4),
-    st.lists(st.sampled_from(["", "   ", "a" * 130, " " * 300]), min_size=1, max_size=4),
+    st.lists(
+        st.sampled_from(["", "   ", "a" * 130, " " * 300, "漢" * 300, "ab.é" * 99]),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(3, 30),
 )
 def test_a_long_text_has_the_tokens_of_the_whole(make, pieces, fillers, max_tokens):
@@ -97,6 +101,20 @@ def test_of_a_long_text_only_the_beginning_is_tokenised(tiny, monkeypatch):
     monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
     tokenizer.candidates([text(range(100)) + " w1" * 100_000], 40)
     assert 0 < sum(map(len, seen)) < 2_000
+
+
+@pytest.mark.parametrize("make", [word_piece, byte_pairs])
+@pytest.mark.parametrize("part", ["漢字", "ab.", "abca+"])
+def test_of_a_text_without_spaces_no_more_is_tokenised(make, part, monkeypatch):
+    """1.5 million characters of Chinese or base64 took 2 s."""
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIALS, strict=True))
+    tokenizer, seen = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=make(), **names)), []
+    ids = tokenizer.ids
+    monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
+    text = part * 50_000
+    tokenizer.candidates([text], 40)
+    tokenizer.contexts([[text]], 40)
+    assert 0 < sum(map(len, seen)) < 3_000
 
 
 @pytest.mark.parametrize(
