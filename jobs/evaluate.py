@@ -180,6 +180,7 @@ def run(config: Config) -> program.Summary:
     notes = [
         *_notes(question_set, measure.protocol, config, corpus),
         f"models compute in {precision}",
+        *_truncations(asked_artifacts, question_set),
     ]
     table = "\n".join([report.markdown(results, comparisons), "", *notes])
     print(table)
@@ -248,6 +249,18 @@ def _ask_models(
         make_scorer = functools.partial(load_mean_scorer, list(models.values()), precision)
         results.append(measure.of(" + ".join(models), make_scorer, actors=config.resources))
     return results, attach_to_runs
+
+
+def _truncations(models: Mapping[str, Artifact], question_set: Questions) -> list[str]:
+    """A line for each model that does not read all texts to their end."""
+    from pipeline.evaluation.truncation import truncation
+    from pipeline.models.ranker import load_ranker
+
+    lines = {
+        name: truncation(load_ranker(model.local()), question_set.contexts, question_set.texts)
+        for name, model in models.items()
+    }
+    return [f"{name}: {line}" for name, line in lines.items() if line]
 
 
 def _notes(

@@ -19,6 +19,7 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
+from pipeline.evaluation.truncation import truncation
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.tasks import executors
@@ -240,6 +241,21 @@ def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
     assert list(done.summary["table"]["poly"]) == ["R@1/32", "R@3/32", "MRR"]
     assert "2 of the 4 right answers also stand in train/" in done.stdout
     assert "fewer than 100 questions say little" in done.stdout
+
+
+def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
+    evaluate, tiny_ranker, convai2_corpus
+):
+    """By whole words: a tiny tokenizer makes no more tokens of a text than it has characters."""
+    assert "poly: " in evaluate(*QUICK).stdout.partition(" are longer than the 48 tokens")[0]
+    ranker = load_ranker(tiny_ranker("poly").local())
+    most = ranker.config.max_candidate_tokens
+    texts = ["a b", " ".join("ab" * most), " ".join("ab" * (most + 5))]
+    lengths = [len(ids) + 2 for ids in ranker.tokenizer.ids(texts)]
+    longer = sum(length > most for length in lengths)
+    said = f"{longer} of 3 candidates are longer than the {most} tokens that it reads"
+    assert truncation(ranker, [["a"]], texts) == f"{said} (the longest: {max(lengths)})"
+    assert longer == 2 and truncation(ranker, [["a"]], ["a"]) == ""
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
