@@ -53,7 +53,7 @@ class Head:
         Other Rays run on this machine: the addresses say which one is meant.
         """
         addresses = {"RAY_ADDRESS": f"127.0.0.1:{self.port}", "RAY_API_SERVER_ADDRESS": self.url,
-                     "RAY_DASHBOARD_ADDRESS": self.url}  # fmt: skip
+                     "RAY_DASHBOARD_ADDRESS": self.url, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # fmt: skip
         environment = {"HOME": str(self.home), "PATH": "/usr/bin:/bin", **addresses, **variables}
         return subprocess.run(
             [*shell, command],
@@ -89,7 +89,7 @@ def started() -> Iterator[Head]:
     try:
         shell = ["bash", "-i", "-c"]  # `ray up` runs each command in one that reads .bashrc
         for command in ("~/venv/bin/ray get-auth-token --generate", *profile, *profile, start):
-            done = head.run(shell, command, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", **NOT_NICE)
+            done = head.run(shell, command, **NOT_NICE)
             assert done.returncode == 0, (command, done.stdout, done.stderr)
         yield head
     finally:
