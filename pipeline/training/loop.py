@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config import BadInput, Stopped
+from pipeline.config import Stopped
 from pipeline.models.precision import resolve_precision
 from pipeline.training.checkpoints import (
     load_training_state,
@@ -140,12 +140,10 @@ class Listener:
 def validation_steps(task: Task, config: LoopConfig) -> int:
     """Steps from one validation to the next; 0: none.
 
-    Raises BadInput for a schedule that needs validations if there are none.
+    Raises BadInput for settings that need validations if there are none.
     """
     if task.validation is None:
-        if config.schedule == "plateau":
-            raise BadInput("loop.schedule: 'plateau' is not allowed; allowed: another one where the "
-                           "corpus has no valid split")  # fmt: skip
+        config.check_unvalidated("where the corpus has no valid split")
         return 0
     if config.validate_every_steps:
         return config.validate_every_steps

@@ -114,15 +114,18 @@ class LoopConfig(OptimizationConfig):
         for name in ("validate_every_epochs", "validate_every_steps", "stop_after_validations",
                      "checkpoint_every_minutes", "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
-        never = not self.validate_every_epochs and not self.validate_every_steps
-        patience = default_of(LoopConfig, "stop_after_validations")
-        require(not never or self.stop_after_validations in (0, patience), "loop.stop_after_validations",
-                self.stop_after_validations, f"0 or {patience} without validations")  # fmt: skip
-        require(self.schedule != "plateau" or not never, "loop.schedule", self.schedule,
-                "another one where loop.validate_every_epochs is 0")  # fmt: skip
+        if not self.validate_every_epochs and not self.validate_every_steps:
+            self.check_unvalidated("where loop.validate_every_epochs is 0")
         for name in ("checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
                      "keep_checkpoints"):  # fmt: skip
             require(getattr(self, name) >= 1, f"loop.{name}", getattr(self, name), ">= 1")
+
+    def check_unvalidated(self, reason: str) -> None:
+        """Raises BadInput for settings that need validations; `reason`: why there are none."""
+        require(self.schedule != "plateau", "loop.schedule", self.schedule, f"another one {reason}")
+        patience = default_of(LoopConfig, "stop_after_validations")
+        require(self.stop_after_validations in (0, patience), "loop.stop_after_validations",
+                self.stop_after_validations, f"0 or {patience} {reason}")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,7 +293,7 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
         ),
         (
             ["--loop.stop-after-validations", 3, "--loop.validate-every-epochs", 0],
-            ["loop.stop_after_validations: 3", "0 or 10 without validations"],
+            ["loop.stop_after_validations: 3", "0 or 10 where loop.validate_every_epochs is 0"],
         ),
         (
             ["--finetune.negatives", 7],

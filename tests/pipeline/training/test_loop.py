@@ -285,6 +285,13 @@ def test_no_validation_where_it_is_switched_off_or_there_is_no_split(tiny):
     assert not any("valid_r1" in p.metrics for run in (off, none) for p in run.progress)
 
 
+def test_patience_without_validations_is_refused(tiny):
+    with pytest.raises(BadInput, match=r"loop\.stop_after_validations: 3 .* 0 or 10 .*valid split"):
+        Run(TASKS["poly"](tiny, echoes(tiny)), 4, stop_after_validations=3)
+    with pytest.raises(BadInput, match=r"loop\.stop_after_validations: 3 .* 0 or 10 where .* is 0"):
+        LoopConfig(validate_every_epochs=0, stop_after_validations=3)
+
+
 def test_a_plateau_without_validations_is_refused(tiny):
     with pytest.raises(BadInput, match=r"loop\.schedule: 'plateau' is not allowed; .*valid split"):
         Run(TASKS["poly"](tiny, echoes(tiny)), 4, schedule="plateau")
