@@ -221,6 +221,40 @@ def test_comments_that_give_no_example_are_counted_by_reason():
     }
 
 
+NOTICES = [
+    "[ Removed by Reddit ]", "[deleted by user]", "[removed by moderator]", "*[Comment removed]*",
+    "[unavailable]",
+    "[ Removed by reddit in response to a copyright notice. ]",
+    "[ Removed by Reddit on account of violating the [content policy](/help/contentpolicy). ]",
+    "This comment has been deleted.", "Comment removed by moderator",
+    "Comment removed using Power Delete Suite",
+    "This comment was removed by Reddit in response to a legal request.",
+    "This post was mass deleted and anonymized with [Redact](https://redact.dev/home)",
+    "fear air -- mass deleted all reddit content via https://redact.dev",
+    "This comment has been overwritten by an open source script to protect this user's privacy.",
+    "*This comment has been removed in protest of the changes to the API*",
+]  # fmt: skip
+TEXTS = [
+    "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
+    "I have [removed] it from the list", "[removed from the oven] and eaten", "[deal] 20% off of it",
+    "This post was removed because nobody read it", "comment removed it from my list, thanks",
+    "This comment was deleted by accident or what?",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NOTICES + TEXTS)
+def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted(body):
+    comments = [comment("a"), comment("b", "a", body), comment("c", "b"), comment("d", "c")]
+    rows, dropped = examples_of(comments, Options(layout="dialogue", max_characters=300))
+    if body in TEXTS:
+        assert rows[0]["response"] == body
+        return
+    assert [(row["example_id"], row["context"]) for row in rows] == [
+        ("th/d", [comments[2]["body"]])
+    ]
+    assert dropped["response deleted"] == dropped["context deleted"] == 1
+
+
 @pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
 def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
     rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
