@@ -32,6 +32,8 @@ from pipeline.tasks.records import FileEntry, RecordT, TaskRecord, from_json, to
 
 RUN = "_run.json"
 """The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""
+ROWS_PER_GROUP = 2048
+"""Rows in a row group of Parquet, by default."""
 _TASKS = "_tasks"
 _MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
@@ -89,7 +91,9 @@ class Draft:
         """The URI of a file of the draft."""
         return storage.join(self.staging, *parts)
 
-    def write_table(self, name: str, table: pa.Table, rows_per_group: int = 2048) -> FileEntry:
+    def write_table(
+        self, name: str, table: pa.Table, rows_per_group: int = ROWS_PER_GROUP
+    ) -> FileEntry:
         """Writes a Parquet file and returns its entry for the manifest."""
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", row_group_size=rows_per_group)

@@ -184,6 +184,14 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def cases(shared: Path) -> Path:
+    """The folder of small inputs that stand for reports from the field."""
+    if not (shared / "cases").is_dir():
+        pytest.skip(f"no cases at {shared}")
+    return shared / "cases"
+
+
+@pytest.fixture(scope="session")
 def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All real data unpacked: 0.5 GB. What lies in `shared / "data"` already needs no unpacking."""
     root = tmp_path_factory.getbasetemp()

@@ -23,6 +23,8 @@ from pipeline.drafts import Draft
 from pipeline.tasks.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
+# An Arrow column of text holds 2 GiB, and a character has up to 4 bytes.
+_CHARACTERS_PER_SHARD = 1 << 28
 
 _DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md", re.IGNORECASE)
 
@@ -133,11 +135,13 @@ def _convert(
 ) -> FileRecord:
     account = Account()
     pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
+    pending_characters: Counter[str] = Counter()
     files: list[FileEntry] = []
     counts: Counter[str] = Counter()
 
     def write(split: str) -> None:
         rows, pending_rows[split] = pending_rows[split], []
+        del pending_characters[split]
         if not rows:
             return
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
@@ -150,9 +154,13 @@ def _convert(
         counts[f"examples.{split}"] += len(rows)
 
     for row in parse(uri, reading, account):
-        pending_rows[row["split"]].append(row)
-        if len(pending_rows[row["split"]]) == rows_per_shard:
-            write(row["split"])
+        split = row["split"]
+        pending_rows[split].append(row)
+        texts = (*row["context"], row["response"], *(row.get("candidates") or ()))
+        pending_characters[split] += sum(map(len, texts))
+        is_full = len(pending_rows[split]) == rows_per_shard
+        if is_full or pending_characters[split] >= _CHARACTERS_PER_SHARD:
+            write(split)
     for split in SPLITS:
         write(split)
     account_record = account.close(draft, task, privacy)

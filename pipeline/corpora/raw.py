@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Any, AnyStr, Literal, TypeGuard
 
 import pyarrow as pa
 import zstandard
@@ -41,7 +41,8 @@ def _zstd() -> Any:
 
 _DECOMPRESSORS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
     (b"\x28\xb5\x2f\xfd", _zstd),
-    (b"\x50\x2a\x4d\x18", _zstd),  # a skippable frame, with which pzstd begins
+    # Skippable frames, with which pzstd begins.
+    *((bytes([0x50 + number]) + b"\x2a\x4d\x18", _zstd) for number in range(16)),
     (b"BZh", bz2.BZ2Decompressor),
     (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
     (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
@@ -92,7 +93,12 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
         decompressor = None
         while piece:
             while piece:  # a file may hold several frames, one after the other
-                decompressor = decompressor or make()
+                if decompressor is None:
+                    # Behind a frame zeros may follow: xz writes them, and tapes fill blocks with them.
+                    piece = piece.lstrip(b"\0")
+                    if not piece:
+                        break
+                    decompressor = make()
                 try:
                     data = decompressor.decompress(piece)
                 except _DECOMPRESSION_ERRORS as error:
@@ -127,13 +133,13 @@ def _small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     """The contents in blocks of whole lines, of about `block_bytes` each.
 
-    A line over 10 MiB is replaced by `OVERLONG` and its beginning. Raises Truncated after the last
-    whole line.
+    Of a file without line feeds, carriage returns end the lines. A line over 10 MiB is replaced by
+    `OVERLONG` and its beginning. Raises Truncated after the last whole line.
     """
     pieces: list[bytes] = []  # whole lines, then the beginning of one
     size, open_line_bytes, skips_line = 0, 0, False
     try:
-        for piece in slices(read_decompressed(uri)):
+        for piece in with_line_feeds(slices(read_decompressed(uri))):
             if skips_line:  # the rest of a line that is too long
                 start = piece.find(b"\n") + 1
                 if not start:
@@ -160,6 +166,17 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
         raise
     if data := b"".join(pieces):
         yield data
+
+
+def with_line_feeds(pieces: Iterable[AnyStr]) -> Iterator[AnyStr]:
+    """The pieces; with line feeds for carriage returns where the first piece has these alone, as files of old
+    spreadsheets do."""
+    old_lines: bool | None = None
+    for piece in pieces:
+        feed, carriage_return = (b"\n", b"\r") if isinstance(piece, bytes) else ("\n", "\r")
+        if old_lines is None:
+            old_lines = feed not in piece and carriage_return in piece[:-1]
+        yield piece.replace(carriage_return, feed) if old_lines else piece
 
 
 def slices(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -18,10 +18,21 @@ from pipeline.corpora.file_tasks import ParsedRow
 
 ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
+_OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡", "\"')\\]»«“”’‘」』）"
+_LOWER = "".join(filter(str.islower, map(chr, range(0x10000))))
+# A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
+# without cases, such as Arabic or Hindi. The marks of Chinese and Japanese need no space behind them.
+_SENTENCE_END = re.compile(
+    rf"(?:(?<=[.!?…؟۔।॥])[{_CLOSING}]*\s+(?=[{_OPENING}]?(?![{_LOWER}])[^\W_])"
+    rf"|(?<=[。！？])(?![{_CLOSING}。！？])\s*(?=\S))"
+)
+# Letters of scripts that put no spaces between words.
+_UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+)
 _ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
-    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e)|\b[A-Za-z])\.$"
+    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e)|\b[^\W\d_])\.$"
 )
 _LONGEST_ABBREVIATION = 12  # characters, with what stands before it
 
@@ -77,8 +88,13 @@ def article_text(sentences: list[str], options: Search) -> str:
     return " ".join(sentences)[: options.max_article_characters]
 
 
+def count_words(text: str) -> int:
+    """Where a script puts no spaces between words, two letters count as a word, as in most of Chinese."""
+    return len(text.split()) + len(_UNSPACED.findall(text)) // 2
+
+
 def split_sentences(paragraph: str) -> list[str]:
-    """Cuts at sentence ends: . ! or ? before a space and a capital, except after abbreviations."""
+    """Cuts at sentence ends, in any script, except after abbreviations and initials."""
     sentences: list[str] = []
     start = 0
     for end in _SENTENCE_END.finditer(paragraph):

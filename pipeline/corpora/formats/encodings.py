@@ -77,8 +77,9 @@ def _decoded_lines(uri: str, encoding: str, option: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder(encoding)()
     text, number = "", 0
     try:
-        for piece in raw.slices(raw.read_decompressed(uri)):
-            text += decoder.decode(piece)
+        pieces = map(decoder.decode, raw.slices(raw.read_decompressed(uri)))
+        for piece in raw.with_line_feeds(pieces):
+            text += piece
             if len(text) > raw.MAX_LINE_BYTES and "\n" not in text:
                 raise BadInput(
                     f"{uri}: line {number + 1} is over 10 MiB; --{option} {encoding} may be wrong"

@@ -49,6 +49,10 @@ _PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
 _VALID_HASH = (
     "valid "  # before an id: another draw than that of the split of a file that names none
 )
+# CLINC150 comes in four sizes in one folder, BANKING77 of DialoGLUE with 5 and 10 texts of each intent.
+_VARIANT = re.compile(
+    r"(?P<texts>data|train)(?:_(?:full|small|imbalanced|oos_plus|\d+))?\.(?:json|csv)"
+)
 _WORD_BORDER = re.compile(r"_+|(?<=[a-z])(?=[A-Z])")  # alarm_query, AddToPlaylist
 
 
@@ -119,12 +123,20 @@ def input_name(uri: str, corpus: str) -> str:
 def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]:
     """(the files to parse, those that are not of the set).
 
-    Raises BadInput where there is none to parse, or the file that is read with one is missing.
+    Raises BadInput where there is none to parse, where two are variants of the same texts, or where the file
+    that is read with one is missing.
     """
     pattern, companion, _ = _LAYOUTS[corpus]
     files = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
     if not files:
         raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
+    first_variants = dict[str, str]()
+    for uri in files:
+        if match := _VARIANT.fullmatch(raw.plain_name(uri)):
+            first = first_variants.setdefault(f"{storage.parent_of(uri)} {match['texts']}", uri)
+            if first != uri:
+                raise BadInput(f"--input: {first} and {storage.name_of(uri)} are variants of the same texts; "
+                               f"allowed: one of them, such as --input {first}")  # fmt: skip
     companions = [storage.join(storage.parent_of(uri), companion) for uri in files if companion]
     for uri in companions:
         if uri not in uris:

@@ -1,6 +1,8 @@
 """Streams a JSON array of objects, so that a file of gigabytes is never in memory as a whole.
 
 [{"example-id": 1, …}, {"example-id": 2, …}, …]
+
+Also objects one after the other, each on several lines.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ _SHOWN_CHARACTERS = 80  # of a file that is no array
 
 
 def read_objects(
-    uri: str, reading: raw.Reading, account: file_tasks.Account
+    uri: str,
+    reading: raw.Reading,
+    account: file_tasks.Account,
+    encoding: str = "utf-8",
+    opening: str = "[",
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number from 1, object) for each object of the array; other values are set aside.
 
-    Bytes that are no UTF-8 become U+FFFD. An array without an end, or with broken JSON from some place on, is
-    truncated: it ends in BadInput or in a note, as `reading` says. Raises BadInput for a file without an
-    array.
+    `opening`: "[", or "{" for objects without an array. Bytes that are not in `encoding` become U+FFFD. An
+    array without an end, or with broken JSON from some place on, is truncated: it ends in BadInput or in a
+    note, as `reading` says. Raises BadInput for a file without an array.
     """
     number = 0
     try:
-        for number, value in enumerate(_values(uri), start=1):
+        for number, value in enumerate(_values(uri, encoding, opening), start=1):
             account.records += 1
             if isinstance(value, dict):
                 yield number, value
@@ -44,23 +50,23 @@ def read_objects(
         account.notes.append(raw.truncation_note(error, number, "objects"))
 
 
-def _values(uri: str) -> Iterator[Any]:
-    """The array's values. Raises Truncated after the last whole one of an array without an end.
+def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
+    """The array's values, or the objects. Raises Truncated after the last whole one where the end is missing.
 
     (ijson, which parses event by event, is as fast, 150 MB/s, but 100,000 brackets inside one another
     make it take all memory there is.)
     """
-    decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
+    decode = codecs.getincrementaldecoder(encoding)("replace").decode
     text, in_array = "", False
     for piece in raw.slices(raw.read_decompressed(uri)):
         text += decode(piece)
         position = 0
         if not in_array:
-            text = text.lstrip()
-            require(text[:1] in ("", "["), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
+            text = text.removeprefix("\ufeff").lstrip()
+            require(text[:1] in ("", opening), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
                     "a JSON array, [{…}, …]")  # fmt: skip
-            in_array = text != ""
-            position = len(text[:1])
+            in_array = text != "" and opening == "["
+            position = int(in_array)
         while (position := _end_of_gap(text, position)) < len(text):
             if text[position] == "]":
                 return
@@ -74,7 +80,7 @@ def _values(uri: str) -> Iterator[Any]:
         text = text[position:]
         if len(text) > _MAX_OBJECT_CHARACTERS:
             raise raw.Truncated(f"{uri}: the JSON array is broken, or an object is over 10 MiB")
-    if in_array:
+    if in_array or text.strip():
         raise raw.Truncated(f"{uri}: the JSON array is cut off or broken")
 
 

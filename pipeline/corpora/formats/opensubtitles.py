@@ -11,6 +11,9 @@ length. Files are split by the MD5 of their name, 90 : 10.
 
 The published files are the parts of 100,000 lines that `split -a 3 -l 100000 en.txt lines-` makes:
 `lines-aaa`, `lines-aab`, … `lines_per_part` makes the same of one file `lines.gz`.
+
+Subtitles with time codes (.srt, .vtt, .ass, .sub) and OPUS's XML are refused. Tags such as `<i>` are taken
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.config import require
+from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
@@ -36,6 +39,13 @@ from pipeline.tasks.records import TaskRecord
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
 _SOUND = re.compile(r"[\[(].*?[\])]")
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")
+_TIME = re.compile(r"^\W*\d+:\d\d:\d\d[.,:]\d+|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]")
+_OTHER_LAYOUT = re.compile(
+    rf"{_TIME.pattern}|^\s*(?:WEBVTT|<\?xml|<(?:document|s|w|time|tt|sami)\b|\[Script Info\]|Dialogue:)",
+    re.IGNORECASE,
+)
+_LAYOUT_LINES = 20  # with text, which tell the layout
 # No subtitle is longer, and `_SOUND` takes the square of the time on a line of opening brackets.
 _MAX_CHARACTERS = 10_000
 
@@ -78,10 +88,13 @@ def prepare(
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
-    """The examples of a file: at most one per line, whose cleaned text is the response."""
+    """The examples of a file: at most one per line, whose cleaned text is the response.
+
+    Raises BadInput for subtitles in another layout.
+    """
     name = raw.plain_name(uri)
     earlier = deque[str](maxlen=options.earlier_lines + 1)
-    part, split = "", ""
+    part, split, text_lines = "", "", 0
     bounds = (options.min_characters, options.max_characters)
 
     for number, line in raw.read_lines(uri, reading, account.notes):
@@ -91,8 +104,17 @@ def parse(
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         account.records += 1
+        text_lines += bool(line.strip())
+        if text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line):
+            raise BadInput(
+                f"{uri}, line {number}: {line.strip()[:40]!r} is of subtitles with time codes or XML; "
+                "allowed: raw text, one subtitle in a line, as OPUS has it"
+            )
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             account.malformed.add("line too long", uri, number, line)
+            continue
+        if _TIME.search(line):
+            account.dropped.add("time code", uri, number, line)
             continue
         text = clean(line)
         if not text:
@@ -119,8 +141,8 @@ def parse(
 
 
 def clean(line: str) -> str:
-    """The line without speakers' names, sounds and hyphens; "" where nothing is left."""
-    return _SOUND.sub("", _SPEAKER.sub("", line)).strip(" -")
+    """The line without tags, speakers' names, sounds and hyphens; "" where nothing is left."""
+    return _SOUND.sub("", _SPEAKER.sub("", _TAG.sub("", line))).strip(" -")
 
 
 def _letters(number: int) -> str:

@@ -1,9 +1,9 @@
-"""Tables of named columns, row by row in bounded memory: Parquet, CSV, TSV or JSON lines.
+"""Tables of named columns, row by row in bounded memory: Parquet, CSV, TSV, JSON lines or a JSON array.
 
 The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV and JSON lines apart (`.csv`,
-`.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object means JSON lines, a tab
-means TSV, anything else CSV. CSV and TSV begin with the names of their columns; fields in double quotes may
-hold line breaks.
+`.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
+tab means TSV, anything else CSV. JSON is one object in a line, objects of several lines, or an array of
+objects. CSV and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.formats import encodings, parquet_fetches
+from pipeline.corpora.formats import encodings, json_array, parquet_fetches
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -102,6 +102,9 @@ def read(
         return iter(())
     lines = itertools.chain([first], lines)
     kind = _file_kind(raw.plain_name(uri), first[1])
+    if kind == "json" and (opening := _opening(first[1])):
+        objects = json_array.read_objects(uri, reading, account, form.encoding, opening)
+        return _json_table(uri, objects, option_columns)
     if kind == "json":
         return _json_rows(uri, lines, option_columns, account)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
@@ -272,7 +275,9 @@ def _file_kind(name: str, first_line: str) -> str:
     for ending, kind in _ENDINGS.items():
         if name.lower().endswith(ending):
             return kind
-    return "json" if first_line.lstrip()[0] == "{" else "tsv" if "\t" in first_line else "csv"
+    if first_line.lstrip().startswith(("{", "[{")) or first_line.strip() == "[":
+        return "json"
+    return "tsv" if "\t" in first_line else "csv"
 
 
 def _csv_rows(
@@ -292,7 +297,16 @@ def _csv_rows(
 def _json_rows(
     uri: str, lines: Lines, option_columns: Mapping[str, str], account: file_tasks.Account
 ) -> Rows:
-    rows = _json_objects(uri, lines, account)
+    return _json_table(uri, _json_objects(uri, lines, account), option_columns)
+
+
+def _opening(first_line: str) -> str:
+    """How a JSON file begins that is an array, or has objects of several lines; "": one object in a line."""
+    beginning = first_line.removeprefix(raw.OVERLONG.decode()).strip()
+    return beginning[:1] if beginning[:1] == "[" or beginning == "{" else ""
+
+
+def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
         _require_columns(

@@ -67,7 +67,9 @@ def parse(
     article_ids: set[str] = set()  # some 100 bytes an article
     for article in read.articles(uri, reading, account):
         all_sentences = [s for text in article.paragraphs for s in articles.split_sentences(text)]
-        sentences = [text for text in all_sentences if len(text.split()) >= options.min_words]
+        sentences = [
+            text for text in all_sentences if articles.count_words(text) >= options.min_words
+        ]
         ruled_out = ""
         if article.title.lower().endswith("(disambiguation)"):
             ruled_out = "disambiguation page"

@@ -3,7 +3,8 @@
     '''Autism''' is a [[mental disorder|disorder]].<ref>A book</ref>   →   Autism is a disorder.
 
 Templates, tables, lists, headings, references, formulas, files and categories are left out, and so are
-their remains (empty brackets, marks of markup that does not end).
+their remains (empty brackets, marks of markup that does not end). A sentence in whose middle a template or a
+formula stood, such as "is {{convert|300|m}} tall", is left out, too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from mwparserfromhell.nodes import (
     HTMLEntity,
     Node,
     Tag,
+    Template,
     Text,
     Wikilink,
 )
 from mwparserfromhell.parser import ParserError
 from mwparserfromhell.wikicode import Wikicode
+
+from pipeline.corpora.formats.articles import split_sentences
 
 # Half of what MediaWiki takes ($wgMaxArticleSize). The parsed tree has up to 600 bytes a character; the
 # few longer pages are lists and tables.
@@ -41,6 +45,21 @@ _DROPPED = {
     "score", "script", "section", "source", "style", "syntaxhighlight", "table", "templatedata",
     "timeline", "ul",
 }  # fmt: skip
+_IN_SENTENCES = {"ce", "chem", "code", "hiero", "math", "score"}  # of those dropped
+# Templates that show a note or nothing; their lack is no hole.
+_NOTES = re.compile(
+    r"(?:#|:|cit|ref|sfn|efn|harv|note|r$|rp$|cn$|fact$|clarify|when|who|which|where|by whom|dead|better|page"
+    r"|verif|dubious|anchor|pp\b|ipa|respell|audio|pron|coord|short desc|use |main$|see also|further)",
+    re.IGNORECASE,
+)
+_HOLE = "\ue000"  # for private use: no page has it
+_NO_HOLE = (
+    re.compile(rf"(?<=\()[^()]*{_HOLE}[^()]*(?=\))"),  # in brackets, which are tidied
+    # At an end of the line, right behind a word, and between sentences.
+    re.compile(
+        rf"^[\s{_HOLE}]+|[\s{_HOLE}]+$|(?<=[^\s{_HOLE}]){_HOLE}+|(?<=[.!?])\s{_HOLE}+(?=\s)"
+    ),
+)
 _OWN_LINE = {
     "blockquote", "br", "center", "dd", "div", "dt", "hr", "li", "p", "poem", "td", "th", "tr",
 }  # fmt: skip
@@ -94,6 +113,10 @@ def paragraphs(markup: str, hidden: frozenset[str] = HIDDEN) -> list[str]:
 def tidy(line: str) -> str:
     """A line of text without holes; "" for an item of a list and for broken markup."""
     line = " ".join(line.split())
+    if _HOLE in line:
+        for pattern in _NO_HOLE:
+            line = pattern.sub(lambda match: match[0].replace(_HOLE, ""), line)
+        line = " ".join(text for text in split_sentences(line) if _HOLE not in text)
     if line.startswith(_ITEM) or _BROKEN.search(line):
         return ""
     for pattern, replacement in _HOLES:
@@ -151,7 +174,13 @@ def _write(code: Wikicode, write: Write, hidden: frozenset[str]) -> None:
 
 @singledispatch
 def _show(node: Node, write: Write, hidden: frozenset[str]) -> None:
-    """Templates, their arguments, and comments show nothing."""
+    """Arguments of templates and comments show nothing."""
+
+
+@_show.register
+def _(node: Template, write: Write, hidden: frozenset[str]) -> None:
+    if not _NOTES.match(str(node.name).strip()):
+        write(_HOLE)
 
 
 @_show.register
@@ -193,6 +222,8 @@ def _(node: ExternalLink, write: Write, hidden: frozenset[str]) -> None:
 def _(node: Tag, write: Write, hidden: frozenset[str]) -> None:
     name = str(node.tag).strip().lower()
     if name in _DROPPED:
+        if name in _IN_SENTENCES:
+            write(_HOLE)
         return
     own_line = name in _OWN_LINE
     if own_line:

@@ -41,7 +41,23 @@ COLUMNS = pa.schema(
     ]
 )
 
-_DELETED = pa.array(["[deleted]", "[removed]"])
+_DELETED = pa.array(["[deleted]", "[removed]"])  # as names of authors, too
+# Other notices in place of a comment: by Reddit and moderators in brackets, and by tools in a sentence.
+_WHO = (
+    r"(?:reddit|redact|shreddit|power delete suite|an? \w+[ -]source script"
+    r"|(?:a |the )?(?:user|author|mod)\w*)"
+)
+_NOTICE = (
+    r"(?i)^[\s*_~^>]*(?:"
+    r"\[\s*(?:(?:this|the|your) )?(?:(?:comment|post|content|submission|message|account|user)s? )?"
+    r"(?:(?:was|were|is|has been|have been) )?(?:self[- ])?(?:removed|deleted|redacted|unavailable)\b"
+    r"(?:[^\[\]]|\[[^\[\]]*\])*\]"
+    r"|(?:this )?(?:comment|post|content|submission) (?:(?:has been|was) (?:\w+ )?)?"
+    r"(?:removed|deleted|overwritten|anonymized)(?: (?:by|using|with|via) " + _WHO + r"\b.*"
+    r"| in (?:protest|response)\b.*| to protect\b.*)?"
+    r"|.*\bmass (?:deleted|edited) (?:all reddit content via|and anonymized with)\b.*"
+    r")[\s*_~.!]*$"
+)
 _TOKEN = r"\w+|[^\w\s]"
 # Well-known bots whose names do not end like a bot's.
 _BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_bot", "imgurtranscriber",
@@ -107,7 +123,7 @@ def _reason_codes(
     masks = {
         "too short": pc.less(length, options.min_characters),
         "too long": pc.greater(length, options.max_characters),
-        "deleted": pc.is_in(body, _DELETED),
+        "deleted": pc.or_(pc.is_in(body, _DELETED), pc.match_substring_regex(body, _NOTICE)),
     }
     if options.min_tokens or options.max_tokens:
         tokens = pc.count_substring_regex(body, _TOKEN)

@@ -13,7 +13,7 @@ from pipeline.corpora.privacy import Privacy
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The rules. The defaults are PolyAI's, exactly."""
+    """The rules. The defaults are PolyAI's. Notices that a comment was removed are as "[deleted]"."""
 
     layout: Literal["turns", "dialogue"] = "turns"
     """`turns`: PolyAI's layout; each earlier comment is a turn, also a deleted one. `dialogue`: the

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +22,7 @@ from pipeline.corpora.reddit.comments import (
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
-from pipeline.drafts import Draft
+from pipeline.drafts import ROWS_PER_GROUP, Draft
 from pipeline.tasks.records import TaskRecord
 
 _SCHEMA = schema_with(
@@ -48,26 +51,74 @@ def build_bucket(
     examples, rejects = build_examples(comments, options, task)
     if bucket < _SAMPLED_BUCKETS:
         rejects.save(draft, task)
-    order = np.random.default_rng(bucket).permutation(examples.num_rows)
-    examples = examples.take(pa.array(order))
-    files, counts = [], {"examples": examples.num_rows}
+    order = np.random.default_rng(bucket).permutation(len(examples.responses))
+    files, counts = [], {"examples": len(order)}
     for split in ("train", "test"):
-        rows = examples.filter(pc.equal(examples["split"], split))
-        counts[f"examples.{split}"] = rows.num_rows
-        for number, start in enumerate(range(0, rows.num_rows, options.rows_per_shard)):
+        places = order[examples.splits[order] == split]
+        counts[f"examples.{split}"] = len(places)
+        for number, start in enumerate(range(0, len(places), options.rows_per_shard)):
             name = f"{split}/part-{bucket:05d}-{number:03d}.parquet"
-            files.append(draft.write_table(name, rows.slice(start, options.rows_per_shard)))
+            rows = examples.rows(places[start : start + options.rows_per_shard])
+            files.append(draft.write_table(name, rows, ROWS_PER_GROUP))
     return TaskRecord(files=files, counts=counts, dropped=dict(rejects.counts))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples in a bucket of comments, before their texts are copied: a comment's text is in up to
+    `max_context_turns` contexts, and all of them may be over the 2 GiB that a column of text can hold."""
+
+    comments: pa.Table
+    keys: pa.Array
+    """Thread and id of each comment."""
+    bodies: pa.Array
+    parents: Ints
+    """[comments] The place of each comment's parent; -1: it is not there."""
+    is_end: Bools
+    """[comments] Whether contexts begin below the comment: an excluded author's, and in the layout
+    `dialogue` a deleted one."""
+    responses: Ints
+    """[examples] The place of each response."""
+    splits: np.ndarray[Any, np.dtype[np.str_]]
+    """[examples]"""
+    options: Options
+
+    def rows(self, examples: Ints) -> pa.Table:
+        """The rows of some examples, in chunks of one row group of a shard."""
+        starts = range(0, max(1, len(examples)), ROWS_PER_GROUP)
+        return pa.concat_tables(
+            [self._chunk(examples[start : start + ROWS_PER_GROUP]) for start in starts]
+        )
+
+    def _chunk(self, examples: Ints) -> pa.Table:
+        response = self.responses[examples]
+        place = pa.array(response)
+        return pa.table(
+            {
+                "example_id": self.keys.take(place),
+                "group_id": self.comments["thread"].take(place),
+                "context": _contexts(self, response),
+                "response": self.bodies.take(place),
+                "candidates": pa.nulls(len(response), pa.list_(pa.string())),
+                "label": pa.nulls(len(response), pa.int32()),
+                "source": pa.array(["reddit"] * len(response), pa.string()),
+                "split": pa.array(self.splits[examples], pa.string()),
+                "subreddit": self.comments["subreddit"].take(place),
+                "context_author": self.comments["author"].take(pa.array(self.parents[response])),
+                "response_author": self.comments["author"].take(place),
+            }
+        ).cast(_SCHEMA)
 
 
 def build_examples(
     comments: pa.Table, options: Options, task: str = ""
-) -> tuple[pa.Table, raw.Rejects]:
+) -> tuple[Examples, raw.Rejects]:
     """Whole threads (`comments.COLUMNS`) to examples, and the other comments by reason.
 
     Every comment is the response of one example or counted once: examples and drops add up.
     """
-    thread, body = _single_chunk(comments["thread"]), _single_chunk(comments["body"])
+    thread = _single_chunk(comments["thread"])
+    body = _single_chunk(comments["body"].cast(pa.large_string()))
     key = _single_chunk(pc.binary_join_element_wise(comments["thread"], comments["id"], "/"))
     parent_key = pc.binary_join_element_wise(comments["thread"], comments["parent"], "/")
     # Where an id comes twice, its first place counts.
@@ -89,25 +140,13 @@ def build_examples(
         response = response[is_in_language]
 
     rejects = _rejects(comments, code, task)
-    threads = thread.take(pa.array(response))
-    hashes = thread_hashes(threads) if len(response) else np.zeros(0, np.int64)
-    table = pa.table(
-        {
-            "example_id": key.take(pa.array(response)),
-            "group_id": threads,
-            "context": _contexts(comments, parent, response, options),
-            "response": body.take(pa.array(response)),
-            "candidates": pa.nulls(len(response), pa.list_(pa.string())),
-            "label": pa.nulls(len(response), pa.int32()),
-            "source": pa.array(["reddit"] * len(response), pa.string()),
-            "split": pa.array(split_of(hashes, options.train_share), pa.string()),
-            "subreddit": comments["subreddit"].take(pa.array(response)),
-            "context_author": comments["author"].take(pa.array(parent[response])),
-            "response_author": comments["author"].take(pa.array(response)),
-        },
-        schema=_SCHEMA,
+    hashes = (
+        thread_hashes(thread.take(pa.array(response))) if len(response) else np.zeros(0, np.int64)
     )
-    return table, rejects
+    splits = np.array(split_of(hashes, options.train_share), np.str_)
+    ends = [BY_EXCLUDED_AUTHOR, *([DELETED] if options.layout == "dialogue" else [])]
+    is_end = np.isin(comments["ruled_out"].to_numpy(), ends)
+    return Examples(comments, key, body, parent, is_end, response, splits, options), rejects
 
 
 def split_of(hashes: Ints, train_share: float) -> list[str]:
@@ -136,20 +175,18 @@ def _reasons(comments: pa.Table, parent: Ints, options: Options) -> Ints:
     return code
 
 
-def _contexts(comments: pa.Table, parent: Ints, response: Ints, options: Options) -> pa.ListArray:
-    """The turns above each response, oldest first. They begin below an excluded author's, and in the layout
-    `dialogue` below a deleted one."""
+def _contexts(examples: Examples, response: Ints) -> pa.ListArray:
+    """The turns above each response, oldest first."""
+    parent, is_end, options = examples.parents, examples.is_end, examples.options
     ancestors = np.full((len(response), options.max_context_turns), -1, np.int64)
     ancestor = response
-    ends = [BY_EXCLUDED_AUTHOR, *([DELETED] if options.layout == "dialogue" else [])]
-    is_end = np.isin(comments["ruled_out"].to_numpy(), ends)
     for depth in range(options.max_context_turns):
         ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
         ancestor = np.where((ancestor >= 0) & is_end[ancestor], -1, ancestor)
         ancestors[:, -1 - depth] = ancestor  # the nearest one last
     present = ancestors >= 0
     offsets = np.concatenate([[0], np.cumsum(present.sum(axis=1))]).astype(np.int32)
-    turns = _single_chunk(comments["body"]).take(pa.array(ancestors[present]))
+    turns = examples.bodies.take(pa.array(ancestors[present])).cast(pa.string())
     contexts = pa.ListArray.from_arrays(pa.array(offsets), turns)
     if options.layout == "dialogue":
         single_offsets = pa.array(np.arange(len(response) + 1, dtype=np.int32))

@@ -106,7 +106,7 @@ class Pool:
     ) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
-        `check`: when checksums and ids are checked (`checksums`); sizes and shapes always are. `share`:
+        `check`: when checksums are checked (`checksums`); sizes and shapes always are. `share`:
         opens only this part of the rows, which needs only the files that hold it; places then begin at its
         first row. `device`: copies the vectors to this device, such as cuda or cuda:1, which then searches
         them; vectors that do not fit stay in the files, and a line of the log says how much memory they
@@ -160,7 +160,7 @@ class Pool:
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
         columns = rotation.shape[1]
         full_shards = [open_shard(folder, name, artifact.manifest, columns) for name in parts]
-        checksums.contents(artifact, folder, [shard.rows for shard in full_shards], check, only)
+        checksums.contents(artifact, folder, check, only)
         shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(storage.parent_of(uri))

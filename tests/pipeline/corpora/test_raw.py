@@ -88,6 +88,30 @@ def test_a_file_of_several_frames_is_read_to_its_end(file, name):
 
 
 @compressed
+@pytest.mark.parametrize("padding", [4, 8, 512, 300_000])
+def test_zeros_behind_a_frame_are_no_part_of_it(file, name, padding):
+    """xz pads its streams, tapes fill their blocks."""
+    pack = FORMATS[name]
+    zeros = b"\0" * padding
+    assert lines_of(file(pack(DATA[:1000]) + zeros + pack(DATA[1000:]) + zeros)) == LINES
+
+
+@pytest.mark.parametrize("number", [0, 5, 15])
+def test_skippable_frames_of_zstandard_are_passed_over(file, number):
+    skippable = bytes([0x50 + number]) + b"\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
+    frames = [zstandard.compress(DATA[:1000]), zstandard.compress(DATA[1000:])]
+    assert lines_of(file(skippable + frames[0] + skippable + frames[1] + skippable)) == LINES
+
+
+def test_carriage_returns_alone_end_lines(file):
+    text = "a\rb\r\rc"
+    assert lines_of(file(text.encode())) == ["a", "b", "", "c"]
+    assert lines_of(file(b"a\r\nb\rc\r\n")) == ["a", "b\rc"]  # within a line it is text
+    long = ["a", "x" * (1 << 20), "b"]  # in two pieces
+    assert lines_of(file("\r".join(long).encode())) == long
+
+
+@compressed
 def test_a_stream_that_is_cut_off_is_refused_with_the_number_of_its_whole_lines(file, name):
     data = FORMATS[name](DATA)
     uri = file(data[: len(data) * 2 // 3])

@@ -20,7 +20,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, languages
 from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
-from pipeline.corpora.reddit.threads import build_examples, split_of
+from pipeline.corpora.reddit.threads import Examples, build_examples, split_of
 from pipeline.drafts import draft
 from pipeline.tasks import costs
 
@@ -104,8 +104,12 @@ def examples_of(
     comments: list[Comment], rules: Options | None = None, privacy: Privacy = PLAIN
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     rules = (rules or Options()).with_name_keys(privacy)
-    table, rejects = build_examples(normalise(parsed(comments), rules, privacy)[0], rules)
-    return table.to_pylist(), dict(rejects.counts)
+    examples, rejects = build_examples(normalise(parsed(comments), rules, privacy)[0], rules)
+    return rows_of(examples), dict(rejects.counts)
+
+
+def rows_of(examples: Examples) -> list[dict[str, Any]]:
+    return examples.rows(np.arange(len(examples.responses))).to_pylist()
 
 
 def comment(name: str, parent: str | None = None, body: str = "a text that is long enough", **more):
@@ -217,6 +221,40 @@ def test_comments_that_give_no_example_are_counted_by_reason():
     }
 
 
+NOTICES = [
+    "[ Removed by Reddit ]", "[deleted by user]", "[removed by moderator]", "*[Comment removed]*",
+    "[unavailable]",
+    "[ Removed by reddit in response to a copyright notice. ]",
+    "[ Removed by Reddit on account of violating the [content policy](/help/contentpolicy). ]",
+    "This comment has been deleted.", "Comment removed by moderator",
+    "Comment removed using Power Delete Suite",
+    "This comment was removed by Reddit in response to a legal request.",
+    "This post was mass deleted and anonymized with [Redact](https://redact.dev/home)",
+    "fear air -- mass deleted all reddit content via https://redact.dev",
+    "This comment has been overwritten by an open source script to protect this user's privacy.",
+    "*This comment has been removed in protest of the changes to the API*",
+]  # fmt: skip
+TEXTS = [
+    "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
+    "I have [removed] it from the list", "[removed from the oven] and eaten", "[deal] 20% off of it",
+    "This post was removed because nobody read it", "comment removed it from my list, thanks",
+    "This comment was deleted by accident or what?",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NOTICES + TEXTS)
+def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted(body):
+    comments = [comment("a"), comment("b", "a", body), comment("c", "b"), comment("d", "c")]
+    rows, dropped = examples_of(comments, Options(layout="dialogue", max_characters=300))
+    if body in TEXTS:
+        assert rows[0]["response"] == body
+        return
+    assert [(row["example_id"], row["context"]) for row in rows] == [
+        ("th/d", [comments[2]["body"]])
+    ]
+    assert dropped["response deleted"] == dropped["context deleted"] == 1
+
+
 @pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
 def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
     rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
@@ -241,6 +279,18 @@ def test_a_chain_of_ten_thousand_answers_is_no_circle():
     rows, dropped = examples_of(chain)
     assert len(rows) == 9_999
     assert dropped == {"answers no comment that is there": 1}
+
+
+def test_contexts_are_built_one_row_group_at_a_time():
+    """In contexts of 50 turns, 50,000 comments of 1,000 characters have 2.5 GB of text; a column holds
+    2 GiB."""
+    chain = [comment(str(n), str(n - 1) if n else None) for n in range(5_000)]
+    examples, _ = build_examples(normalise(parsed(chain), Options(), PLAIN)[0], Options())
+    table = examples.rows(np.arange(4_999)[::-1])
+    assert [len(chunk) for chunk in table["context"].chunks] == [2048, 2048, 903]
+    assert table["example_id"].to_pylist() == [f"th/{n}" for n in range(4_999, 0, -1)]
+    assert examples.bodies.type == pa.large_string()  # of a bucket, which may hold more than 2 GiB
+    assert table.schema.field("response").type == pa.string()
 
 
 @pytest.mark.parametrize(
@@ -310,8 +360,8 @@ def test_only_subreddits_that_are_asked_for_are_used_whatever_their_case():
         (Options(subreddits=("ask", "news"), exclude_subreddits=("News",)), {"Ask"}),
     ):
         table, elsewhere, _ = normalise(parsed(comments), rules, PLAIN)
-        rows, _ = build_examples(table, rules)
-        assert {row["subreddit"] for row in rows.to_pylist()} == wanted
+        examples, _ = build_examples(table, rules)
+        assert {row["subreddit"] for row in rows_of(examples)} == wanted
         assert elsewhere == 6 - 2 * len(wanted)
 
 
@@ -419,8 +469,8 @@ def test_a_submission_is_the_first_turn_of_its_thread(selftext, turn):
     # A comment's id may be the thread's: the two are numbered apart.
     comments = parsed([comment("top"), comment("th", "top", "an answer to the top one")])
     tables = [normalise(table, rules, PLAIN)[0] for table in (first, comments)]
-    table, dropped = build_examples(pa.concat_tables(tables), rules)
-    assert [(row["context"], row["context_author"]) for row in table.to_pylist()] == [
+    examples, dropped = build_examples(pa.concat_tables(tables), rules)
+    assert [(row["context"], row["context_author"]) for row in rows_of(examples)] == [
         ([turn], "ann"),
         ([turn, "a text that is long enough"], "author of top"),
     ]
@@ -548,8 +598,8 @@ def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
     table, elsewhere, _ = normalise(
         comments, Options(), Privacy(redact=True, authors="hash", salt="s")
     )
-    rows, dropped = build_examples(table, Options())
-    assert rows.num_rows + dropped.counts.total() + elsewhere == comments.num_rows
+    examples, dropped = build_examples(table, Options())
+    assert len(examples.responses) + dropped.counts.total() + elsewhere == comments.num_rows
 
 
 # Privacy

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpora.formats.articles import split_sentences
+from pipeline.corpora.formats.articles import count_words, split_sentences
 
 # Sentences
 
@@ -18,6 +18,12 @@ from pipeline.corpora.formats.articles import split_sentences
         ["J. R. R. Tolkien wrote it.", "He was English."],
         ["It cost approx. 5 dollars, cf. Fig. 3.", "Then it rose."],
         ["The U.S. Army came, e.g. Gen. Lee.", "It won."],
+        ["Das ist so.", "Österreich ist groß.", "Über allem."],
+        ["Он был основан.", "Летом в 1990 г. Он приехал.", "«Сейчас!»", "Потом."],
+        ["Αυτό είναι.", "Όλα καλά."],
+        ["هذا كتاب.", "هل هو جديد؟", "نعم."],
+        ["यह एक किताब है।", "वह अच्छी है।"],
+        ["¿Qué?", "¡Sí!", "Bien."],
         ['He said "Go away."', '"No," she said.'],
         ["(It was so.)", "(Then it was not.)"],
         ["It is version 2.0 of it.", "9 more came."],
@@ -30,7 +36,27 @@ def test_sentences_end_before_a_capital_but_not_after_an_abbreviation(parts):
     assert split_sentences(" ".join(parts)) == parts
 
 
-@given(st.text(st.sampled_from("aA1 .!?\"')]([\nDr")))
+@pytest.mark.parametrize("space", ["", " "])
+def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
+    parts = [
+        "今天天气很好。",
+        "我们去公园！",
+        "你来吗？",
+        "彼は「行く。」と言った。",
+        "そして帰った。",
+    ]
+    assert split_sentences(space.join(parts)) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("Go away now.", 3), ("今天天气很好我们去公园吧。", 7), ("ไปโรงเรียน", 6), ("Да, он.", 2)],
+)
+def test_letters_of_scripts_without_spaces_are_counted(text, words):
+    assert count_words(text) == words
+
+
+@given(st.text(st.sampled_from("éЯ字。aA1 .!?\"')]([\nDr")))
 def test_sentences_are_the_text_without_a_character_lost(text):
     found = split_sentences(text)
     assert "".join("".join(found).split()) == "".join(text.split())

@@ -185,6 +185,19 @@ def test_files_of_none_of_its_names_are_refused(prepare, corpus):
 
 
 @pytest.mark.parametrize(
+    ("corpus", "names"),
+    [
+        ("clinc150", ["data_full.json", "data_small.json"]),
+        ("clinc150", ["data_imbalanced.json", "data_oos_plus.json", "domains.json"]),
+        ("banking77", ["train.csv", "train_10.csv"]),
+    ],
+)
+def test_variants_of_the_same_texts_are_refused(prepare, corpus, names):
+    with pytest.raises(BadInput, match=f"{names[0]} and {names[1]} are variants of the same texts"):
+        prepare(corpus, dict.fromkeys(names, "{}"))
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         ('{"train": [["a", "b"]', "not a whole JSON file"),

@@ -93,6 +93,40 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["1", "00:00:00,000 --> 00:00:00,900", "<i>Where is the kettle?</i>"],
+        ["WEBVTT", "", "00:00.000 --> 00:00.900", "Where is the kettle?"],
+        [
+            '<?xml version="1.0" encoding="utf-8"?>',
+            "<document>",
+            '<s id="1">',
+            '<w id="1.1">Where</w>',
+        ],
+        ["[Script Info]", "Dialogue: 0,0:00:00.00,0:00:00.90,Default,,0,0,0,,Where is the kettle?"],
+        ["{0}{22}Where is the kettle?"],
+        ["00:00:00.00,00:00:00.90", "Where is the kettle?"],
+    ],
+)
+@pytest.mark.parametrize("blank", [0, 30])
+def test_subtitles_of_another_layout_are_refused(tmp_path, lines, blank):
+    with pytest.raises(BadInput, match="of subtitles with time codes or XML; allowed: raw text"):
+        read(tmp_path, [""] * blank + lines)
+
+
+def test_time_codes_and_tags_within_raw_text_are_taken_out(tmp_path):
+    lines = [f"This is line {number}." for number in range(25)]
+    more = [
+        "00:00:01,000 --> 00:00:02,000",
+        "<i>Where did you put it?</i>",
+        "{\\an8}- I have lost it.",
+    ]
+    rows, account = read(tmp_path, lines + more)
+    assert [row["response"] for row in rows[-2:]] == ["Where did you put it?", "I have lost it."]
+    assert account.dropped.counts == {"first line of a file": 1, "time code": 1}
+
+
 @pytest.mark.parametrize("line", ["word " * (11 << 18), "(" * 1_000_000])
 def test_a_line_that_is_too_long_is_set_aside_and_the_others_are_read(tmp_path, line):
     rows, account = read(tmp_path, ["This is a line.", line, "This is another."])

@@ -65,6 +65,41 @@ FORMS = {
 # Which form a file has
 
 
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows", "rows.txt"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_json_array_is_a_table(tmp_path, name, indent, mark):
+    data = mark + json.dumps(ROWS, indent=indent)
+    rows, account = read(tmp_path / name, data.encode())
+    assert rows == list(enumerate(ROWS, start=1))
+    assert account.records == 2
+    form = tables.TableFormat(encoding="utf-16")
+    assert read(tmp_path / name, data.encode("utf-16"), form=form)[0] == rows
+
+
+def test_objects_of_several_lines_are_a_table(tmp_path):
+    data = "\n".join(json.dumps(row, indent=1) for row in ROWS)
+    assert [row for _, row in read(tmp_path / "rows.json", data.encode())[0]] == ROWS
+    with pytest.raises(BadInput, match=r"rows.json: the JSON array is .* after 1 whole objects"):
+        read(tmp_path / "rows.json", data[:-3].encode())
+
+
+def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
+    many = [{"a": "x" * 100_000, "b": str(number)} for number in range(120)]
+    rows, account = read(tmp_path / "rows.json", json.dumps(many).encode())
+    assert [row["b"] for _, row in rows] == [row["b"] for row in many]
+    assert not account.malformed.counts
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
+def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
+    lines = FORMS[form].decode().replace("\r\n", "\n").replace("\n", "\r")
+    data = lines.encode(encoding)
+    rows, _ = read(tmp_path / f"rows.{form}", data, form=tables.TableFormat(encoding=encoding))
+    assert [row for _, row in rows] == ROWS
+
+
 @pytest.mark.parametrize("name", ["ROWS.{}", "rows", "rows.txt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, form, name):

@@ -37,19 +37,17 @@ MAPS = Path("/proc/self/maps")
 def publish(publish_pool):
     """`publish(folder, "v1", sizes)`: a version with shards of `sizes`.
 
-    Row n has the id "id{n}", or each shard's last one `twice`, and vectors of n.
+    Row n has the id "id{n}", and vectors of n.
     """
 
-    def run(
-        pools: Path, version: str, sizes=(3, 1, 2), first=0, dtype="float32", twice: str = ""
-    ) -> str:
+    def run(pools: Path, version: str, sizes=(3, 1, 2), first=0, dtype="float32") -> str:
         out = draft(str(pools / "p" / version), "pool", EmbedConfig(), {"model": MODEL})
         assert isinstance(out, Draft)
         parts = []
         for size in sizes:
             numbers = range(first, first + size)
             first += size
-            ids = [twice if twice and n == numbers[-1] else f"id{n}" for n in numbers]
+            ids = [f"id{n}" for n in numbers]
             table = pa.table([ids, [f"text {n}" for n in numbers], ["-"] * size], schema=ROWS)
             matrix = np.repeat(np.array(numbers, np.float32)[:, None], WIDTH, axis=1)
             parts.append((table, matrix))
@@ -344,12 +342,6 @@ def test_too_many_open_files_are_no_damage(pools, name):
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert failed.value.errno == errno.EMFILE
-
-
-def test_an_id_that_comes_twice_is_refused_by_name(publish, tmp_path):
-    uri = publish(tmp_path, "v", twice="the same")
-    with pytest.raises(BadInput, match="id: 'the same' comes 3 times; allowed: each id once"):
-        Pool.open(uri)
 
 
 def test_a_pool_of_an_older_format_is_to_be_embedded_again(pools):

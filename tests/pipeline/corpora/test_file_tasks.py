@@ -1,0 +1,81 @@
+"""Examples of files, one task each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import Draft
+from pipeline.tasks import executors
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_shard_of_long_texts_has_fewer_rows(tmp_path, monkeypatch):
+    """50,000 rows of 50 kB each are more than the 2 GiB that an Arrow column of text holds."""
+    monkeypatch.setattr(file_tasks, "_CHARACTERS_PER_SHARD", 100)
+
+    def parse(uri, reading, account):
+        for number, length in enumerate([10, 10, 70, 99, 1, 5, 200]):
+            yield {
+                "example_id": str(number), "group_id": "g", "context": ["c" * (length // 2)],
+                "response": "r" * (length - length // 2), "source": "made", "split": "train",
+                "candidates": ["x" * 10] if number == 2 else None,
+            }  # fmt: skip
+            account.records += 1
+
+    out = Draft(str(tmp_path), str(tmp_path), "corpus", {}, {}, "")
+    privacy = Privacy(redact=False, authors="plain", salt="")
+    with executors.in_this_process():
+        (record,) = file_tasks.prepare(
+            out, ["a"], parse, EXAMPLE, raw.Reading(), privacy, "made", rows_per_shard=3
+        )
+    shards = [pq.read_table(tmp_path / file["path"])["example_id"] for file in record.files]
+    assert [sorted(shard.to_pylist()) for shard in shards] == [
+        ["0", "1", "2"],
+        ["3", "4"],
+        ["5", "6"],
+    ]
+
+
+# Places that make one array of several, and why its texts stay below the 2 GiB of a column of text.
+COMBINED = {
+    "pipeline/corpora/buckets.py": (
+        2,
+        "tables: Arrow leaves several chunks where one is too small",
+    ),
+    "pipeline/corpora/dedup/decontaminate.py": (3, "hashes and ids"),
+    "pipeline/corpora/dedup/exact.py": (1, "hashes and ids"),
+    "pipeline/corpora/dedup/examples.py": (1, "hashes and ids"),
+    "pipeline/corpora/dedup/near.py": (1, "hashes"),
+    "pipeline/corpora/file_tasks.py": (1, "a shard, of up to 2^28 characters"),
+    "pipeline/corpora/formats/amazonqa.py": (2, "a bucket of pairs, each once"),
+    "pipeline/corpora/formats/pairs.py": (1, "ids of a shard"),
+    "pipeline/corpora/made_up/dump_text.py": (1, "a block of comments that are made up"),
+    "pipeline/corpora/reddit/comments.py": (9, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/lines.py": (2, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/threads.py": (1, "ids; bodies are large_string"),
+    "pipeline/corpora/report/survey.py": (4, "2,048 rows"),
+    "pipeline/retrieval/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
+    "pipeline/retrieval/pools/verdict_tasks.py": (1, "places"),
+    "pipeline/training/tokenized_corpus.py": (1, "numbers"),
+    "pipeline/training/utterance_pairs.py": (1, "numbers"),
+}
+
+
+def test_each_place_where_arrays_are_combined_is_bounded():
+    found = {}
+    for folder in ("pipeline", "jobs", "serve"):
+        for file in (ROOT / folder).rglob("*.py"):
+            calls = re.findall(
+                r"combine_chunks\(|concat_arrays\(|count_distinct\(", file.read_text()
+            )
+            if calls:
+                found[file.relative_to(ROOT).as_posix()] = len(calls)
+    assert found == {file: count for file, (count, _) in COMBINED.items()}
