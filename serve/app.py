@@ -39,7 +39,7 @@ from pipeline.registry import REGISTRY, model_uri
 from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
 from serve.bearer_tokens import BearerTokens
-from serve.engine import Engine, open_pools
+from serve.engine import Engine
 from serve.follower import Follower
 from serve.guard import log_to_stderr
 from serve.limits import Limits
@@ -342,9 +342,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     """Like `build`, with options for the deployment, such as `num_replicas`."""
     pools = tuple(storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
-    versions, _ = resolve(champion)
-    for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
-        pool.close()
+    resolve(champion)
     BearerTokens.of_environment()
     bound_kind()
     second_stage = _resolved(args.second_stage)

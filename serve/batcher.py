@@ -35,6 +35,9 @@ from serve.errors import Refusal, overload_refusal, too_late_refusal
 _BULK = 4.0
 """Beside interactive requests, bulk requests get a fifth of the time."""
 _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first ten
+_WAITING_SHARE = 0.5
+"""The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
+ended after their deadlines: of 600 that could be computed in time 100 were."""
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
@@ -218,7 +221,7 @@ class Batcher:
         if left_s <= 0:
             return too_late_refusal()
         waiting_s = self._waiting_s(is_bulk, request, own_s)
-        if waiting_s <= min(self._max_wait_s, left_s):
+        if waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
         is_full = self._waiting_s(False) > self._max_wait_s  # or smaller requests may pass
         return overload_refusal(waiting_s, is_full)
@@ -240,7 +243,7 @@ class Batcher:
 
         `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
         `is_admitted`: it belongs to a list, whose first part was admitted. Raises Refusal (overloaded) if the
-        request would wait for too much work, or beyond its deadline, and (too_late) after its deadline.
+        request would wait for too much work, or for over half of its time, and (too_late) after its deadline.
         """
         request, mean = _request.get() or _Request(), self._means[name]
         request.is_admitted |= is_admitted

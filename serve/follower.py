@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pipeline.config import BadInput
 from serve.engine import Engine
@@ -27,6 +28,12 @@ from serve.versions import (
 
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
+
+
+class Closable(Protocol):
+    """What is closed."""
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -117,7 +124,7 @@ class Follower:
         previous_engine, (self._serving, engine) = self._engine, self._prepared
         self._engine, self._prepared = engine, None  # the swap, for all later requests
         if previous_engine is not None:
-            _close_later(previous_engine)
+            close_later(previous_engine)
 
     def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""
@@ -141,7 +148,7 @@ class Follower:
 
     def _close_prepared(self) -> None:
         if self._prepared is not None:
-            _close_later(self._prepared[1], 0.0)
+            close_later(self._prepared[1], 0.0)
             self._prepared = None
 
     def _report(
@@ -177,12 +184,12 @@ def _key(versions: Versions | None) -> str:
     return versions.key if versions else ""
 
 
-def _close_later(engine: Engine, seconds: float = _LEASE_S) -> threading.Timer:
-    """Closes an engine and frees its memory."""
-    engines = [engine]
+def close_later(closable: Closable, seconds: float = _LEASE_S) -> threading.Timer:
+    """Closes an engine or a shard, whose requests have ended then, and frees its memory."""
+    closables = [closable]
 
     def close() -> None:
-        engines.pop().close()
+        closables.pop().close()
         gc.collect()  # an engine refers to itself
 
     timer = threading.Timer(seconds, close)

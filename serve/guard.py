@@ -5,14 +5,15 @@ It runs in each replica. It also runs in Serve's proxies, if their environment s
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
 
 A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
-sends a request a second time if the replica died (requests change nothing). After a replica was overloaded it
-passes on only as many requests at once as there is room for (`serve/pass_limit.py`). It gives up if no
-replica is alive, and rewrites Ray's own errors in our format.
+sends a request a second time if the replica died (requests change nothing), but none under which two died.
+After a replica was overloaded it passes on only as many requests at once as there is room for
+(`serve/pass_limit.py`). It gives up if no replica is alive, and rewrites Ray's own errors in our format.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -52,6 +54,8 @@ _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
 _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
 _ATTEMPTS = 2
+_MOST_DEATHS = 2  # of replicas under one request, however often it is sent
+_DEATHS_REMEMBERED_S = 30.0  # longer than clients repeat a request
 _BODY = "polyrank.body"
 """Key of the ASGI scope in which a proxy sends the body to the replica. Otherwise the replica has to fetch
 the body from the proxy by another remote call."""
@@ -97,6 +101,7 @@ class Guard:
         self._refusal, self._record_error = refusal, record_error
         self._pass_limit = PassLimit()
         self._held_bytes = 0  # of the bodies of all requests
+        self._deaths: deque[tuple[float, bytes]] = deque()  # (when, digest of the request)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,6 +205,10 @@ class Guard:
             scope[_BODY] = body
         headers = MutableHeaders(scope=scope)
         for _ in range(_ATTEMPTS):
+            if self._deaths and self._deaths_under(body) >= _MOST_DEATHS:
+                message = f"{_MOST_DEATHS} replicas died under this request"
+                await Refusal("internal", message).response()(scope, receive, answer)
+                return True
             left_s = max(0.0, scope["state"]["deadline"] - time.monotonic())
             seconds = _WITHOUT_BODY_S if body is None else left_s + _SPARE_S
             headers[_SERVES_TIMEOUT] = f"{seconds:.3f}"
@@ -211,8 +220,18 @@ class Guard:
                 break
             if request.has_client_left:  # so Ray has cancelled the request: no replica died
                 return False
+            if body is not None and answer.killed_replica:
+                self._deaths.append((time.monotonic(), _digest(body)))
         await answer.rewrite_rays_error()
         return True
+
+    def _deaths_under(self, body: bytes | None) -> int:
+        """The number of replicas that died lately under requests with this body."""
+        earliest = time.monotonic() - _DEATHS_REMEMBERED_S
+        while self._deaths and self._deaths[0][0] < earliest:
+            self._deaths.popleft()
+        digest = _digest(body or b"")
+        return sum(digest == other for _, other in self._deaths)
 
     @contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
@@ -292,6 +311,10 @@ class Guard:
         if not decoder.eof:
             raise Refusal("invalid_json", "the body's gzip is truncated", None)
         return decoded
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
 
 
 def _too_large_refusal(max_bytes: int) -> Refusal:

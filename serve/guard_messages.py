@@ -55,7 +55,12 @@ class AnswerMessages:
     @property
     def replica_died(self) -> bool:
         """Whether the replica died: then Ray's proxy answers 500 or 503 in plain text, or nothing."""
-        return not self.status or (self._ray_error is not None and self._ray_error[0] in (500, 503))
+        return self.killed_replica or (self._ray_error is not None and self._ray_error[0] == 503)
+
+    @property
+    def killed_replica(self) -> bool:
+        """Whether the replica died during the request, not before."""
+        return not self.status or (self._ray_error is not None and self._ray_error[0] == 500)
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

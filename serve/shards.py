@@ -41,6 +41,7 @@ from serve.engine import (
     search_stage,
 )
 from serve.errors import Refusal
+from serve.follower import close_later
 from serve.masks import Masks, RowFilter
 from serve.versions import RefusedPool
 
@@ -162,7 +163,7 @@ class PoolShard:
             versions = [uri for uri, other in self._open_shards.items() if other.pool.name == name]
             old_shards = [self._open_shards.pop(uri) for uri in versions[:-_VERSIONS]]
         for old_shard in old_shards:
-            old_shard.close()
+            close_later(old_shard)
         return shard
 
     def _find(self, version: str) -> _OpenShard | None:

@@ -118,6 +118,10 @@ def resolve(
     require_search(model, targets.pools)
     problems: list[str] = []
     pools = tuple(_servable_version(uri, model, refused, served, problems) for uri in targets.pools)
+    names = [storage.name_of(uri.rpartition("/")[0]) for uri in pools]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"pools: two are named {name!r}")
     return Versions(model.uri, model.fingerprint, pools), problems
 
 

@@ -46,6 +46,9 @@ class Simulation:
         monkeypatch.setattr("serve.batcher.time", self.clock)
         self.batcher = Batcher(max_wait_s=2.0)
         self.stage = Stage("pairs", self._compute, BATCH)
+        self.scores = Stage(
+            "scores", lambda rows: rows, BATCH
+        )  # takes no time, but comes after a batch
         self.batcher._means["rank"].value = ROW_S * BATCH
         self.codes: dict[str, Counter[str]] = {}
         self.seconds: dict[str, list[float]] = {}
@@ -115,6 +118,7 @@ class Simulation:
         rows, costs = [arrival.label] * arrival.rows, [1.0] * arrival.rows
         with self.batcher.admit("rank", arrival.rows / BATCH, deadline):
             await self.batcher.run(self.stage, rows, costs, deadline)
+            await self.batcher.run(self.scores, [arrival.label], [1.0], deadline)
 
 
 async def _let_others_run() -> None:

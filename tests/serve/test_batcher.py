@@ -230,9 +230,9 @@ def test_so_much_work_is_accepted_and_no_more(batcher):
 
 def test_a_request_counts_before_its_rows_are_there(batcher):
     """They come one stage after the other: 200 clients who came at once were all let in."""
-    batcher._means["request"].value = 31.0
+    batcher._means["request"].value = 29.0
     with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
-        assert batcher._waiting_s(False) == pytest.approx(62.0)
+        assert batcher._waiting_s(False) == pytest.approx(58.0)
         with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
             pass
     assert batcher._waiting_s(False) == 0.0
@@ -242,8 +242,8 @@ def test_a_request_counts_as_is_measured_while_it_waits(batcher):
     """All that came to a new replica before its first answers counted as no work."""
     with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
         assert batcher._waiting_s(False) == 0.0
-        batcher._means["request"].value = 31.0
-        assert batcher._waiting_s(False) == pytest.approx(62.0)
+        batcher._means["request"].value = 29.0
+        assert batcher._waiting_s(False) == pytest.approx(58.0)
         with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
             pass
 
@@ -260,13 +260,14 @@ def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(batche
         assert (refused.value.code, refused.value.retry_after_s) == ("too_late", 0.0)
 
 
-def test_a_request_that_would_be_late_is_refused_at_once(batcher):
+def test_a_request_that_would_wait_for_half_of_its_time_is_refused_at_once(batcher):
+    """Where it could wait for all of it, it was answered after its deadline."""
     batcher._means["request"].value = 10.0
     now = time.monotonic()
-    with batcher.admit("request", 1, now + 15), batcher.admit("request", 1, now + 15):
-        with batcher.admit("request", 1, now + 30):  # 20 s of work come before it
+    with batcher.admit("request", 1, now + 25), batcher.admit("request", 1, now + 25):
+        with batcher.admit("request", 1, now + 45):  # 20 s of work come before it
             pass
-        late = batcher.admit("request", 1, now + 18)
+        late = batcher.admit("request", 1, now + 36)
         with pytest.raises(Refusal, match="are waiting") as refused, late:
             pass
     assert (refused.value.code, refused.value.is_full) == ("overloaded", False)

@@ -410,6 +410,12 @@ def test_a_pool_of_another_model_is_refused(tiny_ranker, tiny_pool, refusal, oth
     assert re.search(f"by the model {embedder.fingerprint}, not by .*{other.fingerprint}", said)
 
 
+def test_a_build_reads_no_files_of_a_pool_but_its_manifest(tiny_ranker, remote_pool, remote_cache):
+    """It downloaded and hashed each pool, on the node that builds, at every deployment."""
+    app.build(app.Args(model=tiny_ranker("poly").uri, pools=[remote_pool]))
+    assert not [file for file in remote_cache.rglob("*.npy")]
+
+
 def test_a_second_stage_that_scores_no_pairs_is_refused_before_the_start(tiny_ranker):
     model = tiny_ranker("poly").uri
     with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):

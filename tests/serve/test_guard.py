@@ -516,6 +516,33 @@ def test_a_request_whose_replica_died_is_asked_once_more(death, deaths, status):
     assert bodies == [GOOD, GOOD]
 
 
+def test_a_request_kills_no_more_than_two_replicas_however_often_it_is_sent(monkeypatch):
+    """Each call killed two, and a client's repetitions eight."""
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    deaths: list[str] = []
+
+    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+        asked = (await receive())["body"]
+        if asked == b'"poison"':
+            deaths.append("replica")
+            await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
+        elif asked == b'"starting"':
+            await PlainTextResponse("no replica is there", 503)(scope, receive, send)
+        else:
+            await JSONResponse({})(scope, receive, send)
+
+    client = TestClient(Guard(proxy, is_proxy=True))
+    for _ in range(4):
+        response = client.post("/rank", json="poison")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+        assert client.post("/rank", json="starting").status_code == 503
+        assert client.post("/rank", json="good").status_code == 200
+    assert len(deaths) == 2
+    clock.now += 31  # perhaps the replicas died for another reason
+    assert client.post("/rank", json="poison").status_code == 500
+    assert len(deaths) == 4
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_client_that_has_gone_is_no_error_of_a_replica(method, caplog):
     """Ray's proxy sends nothing then, as if the replica had died."""

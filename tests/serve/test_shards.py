@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.shard import Share
 from serve import api
 from serve.app import _DeployedShard
+from serve.batcher import Batcher
 from serve.engine import Engine
 from serve.errors import Refusal
-from serve.masks import ALL_ROWS, RowFilter
+from serve.masks import ALL_ROWS, Masks, RowFilter
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -233,18 +235,32 @@ def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, 
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
 
 
+def test_a_shard_that_has_too_much_to_do_makes_no_masks(version, sharded, shards, monkeypatch):
+    """They read all rows of a pool."""
+    asked = sharded()
+    monkeypatch.setattr(Masks, "allowed_rows", None)
+    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: 61.0 if shards[0].asked else 0.0)
+    with pytest.raises(Refusal) as refused:
+        asked.rank_pool(CONTEXT, "replies", 1, rows=RowFilter(deny=("r01",)))
+    assert refused.value.code == "overloaded"
+
+
 def test_a_shard_keeps_the_versions_of_each_pool(version, tmp_path):
     for name, numbers in (("replies", 5), ("articles", 1)):
         for number in range(numbers):
             shutil.copytree(version, tmp_path / name / f"v-{number}")
-    shard = PoolShard(Share(0, 2), 60.0)
+    shard, timers = PoolShard(Share(0, 2), 60.0), threading.enumerate()
     shard.preload(str(tmp_path / "articles" / "v-0"))
     for number in range(5):
         shard.preload(str(tmp_path / "replies" / f"v-{number}"))
-    assert is_leased(str(tmp_path), "articles", "v-0")
-    assert [is_leased(str(tmp_path), "replies", f"v-{at}") for at in range(5)] == [False] + 4 * [
-        True
-    ]
+    kept = [("articles", "v-0"), *(("replies", f"v-{at}") for at in range(1, 5))]
+    assert is_leased(str(tmp_path), "replies", "v-0")  # searches may still run on it
+    (timer,) = [one for one in threading.enumerate() if isinstance(one, threading.Timer)
+                and one not in timers]  # fmt: skip
+    timer.cancel()
+    timer.function()
+    assert not is_leased(str(tmp_path), "replies", "v-0")
+    assert all(is_leased(str(tmp_path), *version) for version in kept)
     shard.close()
 
 

@@ -26,7 +26,7 @@ from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
 from serve import versions
 from serve.engine import Engine
-from serve.follower import Follower, _close_later
+from serve.follower import Follower, close_later
 from serve.versions import (
     Decider,
     Decision,
@@ -509,7 +509,7 @@ def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
     publish(model, "v-1")
     engine = engine_of(resolve(targets(model, pools))[0])
     reference = weakref.ref(engine)
-    timer = _close_later(engine, 60.0)
+    timer = close_later(engine, 60.0)
     timer.cancel()
     del engine
     timer.function()
