@@ -162,9 +162,9 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
-    if not config.redact:
-        print(NOT_REDACTED, file=sys.stderr, flush=True)
     with tracking.start("prepare_corpus", out) as tracked, cluster.session(for_tasks=True):
+        if not config.redact:
+            print(NOT_REDACTED, file=sys.stderr, flush=True)
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)

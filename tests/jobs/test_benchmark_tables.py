@@ -122,10 +122,10 @@ def test_more_negatives_are_larger_batches_in_chunks_of_the_same_size(plan):
     assert found[3].loop.learning_rate == pytest.approx(1e-4)
 
 
-def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting):
+def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2_corpus):
     def described(task):
         job = plan(4, "poly-16", task=task)
-        rules = job.ask.rules()
+        rules = job.ask.rules(convai2_corpus)
         return job.train.ranker.max_context_tokens, rules.source, rules.candidates
 
     free = Setting(setting.encoders, "small", "valid", 50, (), setting.work)
