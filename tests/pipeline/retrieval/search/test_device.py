@@ -80,7 +80,9 @@ def scorer_of(pool, vectors, mask, scale=1.0) -> Scorer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=20 if INTERPRETED else 70)
+@settings(
+    max_examples=20 if INTERPRETED or torch.cuda.is_available() else 70
+)  # each compiles a kernel
 @given(tasks(), st.data())
 def test_finds_what_float64_over_all_rows_finds(device, task, data):
     pool, vectors, mask, top_k, attention, among = task
@@ -88,6 +90,8 @@ def test_finds_what_float64_over_all_rows_finds(device, task, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCORES", data.draw(st.sampled_from([1, 40, 1 << 20])))
         patch.setattr(module, "_CONTEXTS", data.draw(st.integers(1, 9)))
+        patch.setattr(module, "_BLOCKS", data.draw(st.sampled_from([1, 3, 128])))
+        patch.setattr(device_scores, "_BLOCK_ROWS", data.draw(st.sampled_from([1, 2, 128])))
         patch.setitem(device_scores._LOGITS, device, data.draw(st.sampled_from([1, 300, 1 << 20])))
         found = top_rows(pool, vectors, top_k, mask, attention, among=among)
     check(pool, vectors, mask, found, top_k, attention, among)
