@@ -368,7 +368,7 @@ def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_
         with closing(Engine(ranker, [pool], "fp32")) as engine:
             (vectors,) = engine.contexts.run(list(engine.ranker.context_rows([["text 7"]])))
             (answer,) = engine.searches["texts"].run([PoolQuery(*vectors, 10, None)])
-            served = [engine.pools["texts"].row(place).text for place in answer.places_K.tolist()]
+            served = [result.text for result in answer.results]
         results = re.findall(r"(?m)^ +\d+\.\d+ .* text \d.*$", found.stdout)
         return [trained["fingerprint"], embedded["fingerprint"]], results, served
 

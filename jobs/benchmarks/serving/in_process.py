@@ -46,12 +46,10 @@ class InProcess:
             start += batch_size
 
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
-        engine, pool = self._engine, self._engine.pools[self._pool]
+        engine = self._engine
         context_vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
         queries = [
             PoolQuery(vectors_MD, mask_M, self._top_k, None)
             for vectors_MD, mask_M in context_vectors
         ]
-        for answer in engine.searches[self._pool].run(queries):
-            for place in answer.places_K.tolist():
-                pool.row(place)
+        engine.searches[self._pool].run(queries)
