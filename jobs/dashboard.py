@@ -33,12 +33,22 @@ def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
 
     Raises AuthenticationError, and OSError for everything else that goes wrong.
     """
+    answer = _ask(url, "serve/applications/", settings)
+    return {} if settings else answer["applications"]
+
+
+def ray_version(url: str) -> str:
+    """The version of Ray that the cluster runs; raises as `applications`."""
+    return str(_ask(url, "version")["ray_version"])
+
+
+def _ask(url: str, path: str, settings: dict[str, Any] | None = None) -> Any:
     import requests
     from ray.exceptions import AuthenticationError
 
     answer = requests.request(
         "PUT" if settings else "GET",
-        f"{url.rstrip('/')}/api/serve/applications/",
+        f"{url.rstrip('/')}/api/{path}",
         json=settings,
         headers=_token_header(),
         timeout=_ANSWER_S,
@@ -47,7 +57,7 @@ def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
         raise AuthenticationError(answer.text)
     if not answer.ok:
         raise OSError(answer.text or f"{answer.status_code} {answer.reason}")
-    return {} if settings else answer.json()["applications"]
+    return {} if settings else answer.json()
 
 
 def _token_header() -> dict[str, str]:
