@@ -294,6 +294,7 @@ def test_a_kill_before_an_artifact_is_published_keeps_the_marks(out, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_bytes", kill)
+        patch.setattr(storage, "create_bytes", kill)
         with pytest.raises(KeyboardInterrupt):
             out.publish([], {})
     again = draft(out.uri, "corpus", Config(), {})
