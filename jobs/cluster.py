@@ -95,7 +95,5 @@ def silence_ray() -> None:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    # Resumed and repeated runs write the same rows in the same order.
-    context.execution_options.preserve_order = True
     for name in ("ray.data", "ray.train", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)

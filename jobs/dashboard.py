@@ -33,27 +33,31 @@ def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
 
     Raises AuthenticationError, and OSError for everything else that goes wrong.
     """
-    answer = _ask(
-        "PUT" if settings else "GET", f"{url.rstrip('/')}/api/serve/applications/", settings
-    )
-    return {} if settings else answer.json()["applications"]
+    answer = _ask(url, "serve/applications/", settings)
+    return {} if settings else answer["applications"]
 
 
 def ray_version(url: str) -> str:
-    """The version of Ray on the cluster. Raises as `applications`."""
-    return str(_ask("GET", f"{url.rstrip('/')}/api/version").json()["ray_version"])
+    """The version of Ray that the cluster runs; raises as `applications`."""
+    return str(_ask(url, "version")["ray_version"])
 
 
-def _ask(method: str, url: str, content: dict[str, Any] | None = None) -> Any:
+def _ask(url: str, path: str, settings: dict[str, Any] | None = None) -> Any:
     import requests
     from ray.exceptions import AuthenticationError
 
-    answer = requests.request(method, url, json=content, headers=_token_header(), timeout=_ANSWER_S)
+    answer = requests.request(
+        "PUT" if settings else "GET",
+        f"{url.rstrip('/')}/api/{path}",
+        json=settings,
+        headers=_token_header(),
+        timeout=_ANSWER_S,
+    )
     if answer.status_code in (401, 403):
         raise AuthenticationError(answer.text)
     if not answer.ok:
         raise OSError(answer.text or f"{answer.status_code} {answer.reason}")
-    return answer
+    return {} if settings else answer.json()
 
 
 def _token_header() -> dict[str, str]:

@@ -235,10 +235,11 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
 def _connect(address: str) -> Any:
     """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
-    client = dashboard.connect(_job_client, url)
+    client, cluster_version = dashboard.connect(
+        lambda url: (_job_client(url), dashboard.ray_version(url)), url
+    )
     import ray
 
-    cluster_version = dashboard.ray_version(url)
     if cluster_version != ray.__version__:
         raise BadInput(f"--address {url}: the cluster runs Ray {cluster_version}, this machine "
                        f"{ray.__version__}; allowed: the same version")  # fmt: skip

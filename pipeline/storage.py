@@ -348,7 +348,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
     if parts and parts[1] in object_store.SCHEMES:
         region = str(getattr(filesystem, "region", ""))
         root, key = f"{parts[1]}://{parts[2]}", parts[3].strip("/")
-        return object_store.create(root, key, data, region)
+        return object_store.create(root, key, data, region, parts[4] or "")
     if exists(uri):
         return False
     write_bytes(uri, data)

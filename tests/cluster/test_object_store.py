@@ -293,8 +293,8 @@ def test_a_kill_before_an_artifact_is_published_keeps_the_marks(out, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        for write in ("write_bytes", "create_bytes"):  # on a disk, in a bucket
-            patch.setattr(storage, write, kill)
+        patch.setattr(storage, "write_bytes", kill)
+        patch.setattr(storage, "create_bytes", kill)
         with pytest.raises(KeyboardInterrupt):
             out.publish([], {})
     again = draft(out.uri, "corpus", Config(), {})

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from pipeline import shards
 from pipeline.config import BadInput, Stopped
 from pipeline.drafts import Draft, draft
 from pipeline.shards import run_tasks, run_tasks_on_actors
-from pipeline.tasks import executors
+from pipeline.tasks import costs, executors
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.records import TaskRecord
 
@@ -181,6 +182,23 @@ def test_what_another_try_cannot_mend_is_tried_once(out, tmp_path, error):
     with pytest.raises(Stopped, match="1 of 1 tasks failed"):
         run_tasks(out, {"a": 1}, work, "-", TaskRecord)
     assert len(list(tmp_path.glob("tried-*"))) == 1
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_outcome_is_heard_of_while_an_earlier_task_runs(out, tmp_path, monkeypatch):
+    """In the tasks' order one straggler would hold back the progress, refusals and failures of all others."""
+    heard = tmp_path / "heard"
+
+    def work(draft, name, argument):
+        end = time.monotonic() + 20
+        while name == "c" and not heard.exists():  # the first one
+            if time.monotonic() > end:
+                raise ArithmeticError("nobody has heard of another task")
+            time.sleep(0.01)
+        return TaskRecord()
+
+    monkeypatch.setattr(costs, "count_done", lambda label, cost: heard.touch())
+    assert run_tasks(out, TASKS, work, "heard", TaskRecord) == [TaskRecord()] * 4
 
 
 @pytest.mark.usefixtures("local_ray")

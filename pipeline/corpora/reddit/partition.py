@@ -161,6 +161,7 @@ def _parse_blocks(
 
         waiting.await_room(1)
         cores = resources.fitting(1)
+        files_at_once = reading.files_at_once or max(1, cores // 4)
         if not waiting.may_grow():  # else the bound would be that of the first node
             # What is decompressed waits in Ray's object store, and decompression is the faster half.
             waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
@@ -178,7 +179,7 @@ def _parse_blocks(
                 functools.partial(read, starts),
                 batch_size=1,
                 batch_format="pyarrow",
-                compute=ray.data.TaskPoolStrategy(size=reading.files_at_once or max(1, cores // 4)),
+                compute=ray.data.TaskPoolStrategy(size=min(files_at_once, len(files))),
                 num_cpus=_READER_CPUS,
                 memory=min(reader_bytes, bound),
             )

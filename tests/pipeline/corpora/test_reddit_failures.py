@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,17 @@ def dumps(tmp_path) -> list[str]:
         files.append(tmp_path / name)
         files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [str(file) for file in files]
+
+
+def write_submissions(file: str) -> None:
+    """Of each block of submissions, which are four, the reader looks at `Options.submissions`."""
+    Path(file).write_text(
+        "".join(
+            json.dumps({"id": f"s{number}", "title": f"title {number}", "selftext": "", "author": "a",
+                        "subreddit": "pics", "score": 1, "permalink": PADDING}) + "\n"
+            for number in range(40)
+        )
+    )  # fmt: skip
 
 
 def read(
@@ -131,13 +143,7 @@ def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
 def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
     out, dumps, killing_reader, tmp_path
 ):
-    Path(dumps[0]).write_text(
-        "".join(
-            json.dumps({"id": f"s{number}", "title": f"title {number}", "selftext": "", "author": "a",
-                        "subreddit": "pics", "score": 1, "permalink": PADDING}) + "\n"
-            for number in range(40)
-        )
-    )  # fmt: skip
+    write_submissions(dumps[0])
     (tmp_path / "deaths").write_text("5")
     with pytest.raises(Stopped) as stopped:
         read(out, dumps, killing_reader)
@@ -147,6 +153,47 @@ def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
     records, stage = read(out, dumps, killing_reader)
     assert comments(records) == 80
     assert list(stage.died_on) == ["file-00000"]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_blocks_of_a_file_are_parsed_while_an_earlier_file_is_read(out, dumps, tmp_path):
+    @dataclass(frozen=True)
+    class Waiting(Options):
+        """The reader of `a` waits, after its second block, for the first block of `b`."""
+
+        parsed: str = ""
+
+        def __getattribute__(self, name: str) -> object:
+            frame = inspect.currentframe().f_back
+            if frame.f_code.co_name == "_read_file" and frame.f_locals["index"] == 0:
+                end = time.monotonic() + 20
+                while frame.f_locals["blocks"] == 2 and not Path(self.parsed).exists():
+                    if time.monotonic() > end:
+                        raise ArithmeticError("no block of the other file was parsed")
+                    time.sleep(0.01)
+            return super().__getattribute__(name)
+
+    @dataclass(frozen=True)
+    class Noting(Privacy):
+        parsed: str
+
+        def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
+            if "comment 0 of b" in texts.to_pylist():
+                Path(self.parsed).touch()
+            return texts, 0
+
+    write_submissions(dumps[0])
+    parsed = str(tmp_path / "parsed")
+    records = read_dumps(
+        out,
+        dumps,
+        2,
+        BLOCK_BYTES,
+        Waiting(submissions="first-turn", parsed=parsed),
+        raw.Reading(files_at_once=2),
+        Noting(redact=False, authors="plain", salt="", parsed=parsed),
+    )
+    assert comments(records) == 80
 
 
 @pytest.mark.usefixtures("local_ray")
