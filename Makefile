@@ -33,7 +33,7 @@ test-fast: .venv/installed
 IF_NEWER := case $$($(BIN)/python -m pipeline.processor) in plain|avx2) echo "the processor has no more than AVX2";; *)
 
 test-avx2: .venv/installed
-	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -n 1 -m "processor and not long and not ray";; esac
+	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -n 2 -m "processor and not long and not ray";; esac
 
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long

@@ -80,7 +80,6 @@ settings.load_profile("polyrank")
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 _PROCESSES = {"subprocess", "run_in_processes"}
-# What computes, or chooses how: its slow tests depend on the processor, too.
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
@@ -92,7 +91,7 @@ _COMPUTES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
     processes, themselves or by a fixture, or that are about whole jobs (`slow`). Marks what `make test-avx2`
-    runs (`processor`): all others, and those of what computes."""
+    runs (`processor`): those of what computes, or chooses how."""
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "jobs"):
             item.add_marker("slow")
@@ -102,8 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         functions = [item.function, *(each.func for all in definitions for each in all)]
         if any(map(starts_processes, functions)):
             item.add_marker("slow")
-        computes = any(item.path.is_relative_to(ROOT / "tests" / part) for part in _COMPUTES)
-        if computes or not item.get_closest_marker("slow"):
+        if any(item.path.is_relative_to(ROOT / "tests" / part) for part in _COMPUTES):
             item.add_marker("processor")
 
 
