@@ -65,8 +65,8 @@ class Int8Linear(nn.Module):
         return outputs_NO.to(inputs_NI.dtype)
 
     def _products(self, levels_NI: Tensor) -> Tensor:
-        """[N, O] float32. Without VNNI torch multiplies int8 20 times slower than float32; where oneDNN is bound
-        to AVX2 on a processor with VNNI, its sums of 16 bits overflow."""
+        """[N, O] float32. Without VNNI torch multiplies int8 20 times slower than float32. Where oneDNN is
+        bound to AVX2 on a processor with VNNI, its sums of 16 bits overflow."""
         if processor().vnni:
             return torch._int_mm(levels_NI, self.levels_OI.t()).float()
         return F.linear(levels_NI.float(), self.levels_OI.float())
