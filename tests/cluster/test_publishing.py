@@ -160,6 +160,7 @@ def test_a_corpus(each_step, killed_at, sample_files, tmp_path):
     assert published == sorted(published) and len(set(published)) == 2  # from one step on
 
 
+@pytest.mark.long  # 41 s; a corpus is published in the same way
 def test_a_version_of_a_pool(each_step, killed_at, tiny_ranker, tmp_path):
     texts = tmp_path / "texts.jsonl"
 
