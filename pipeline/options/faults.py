@@ -20,21 +20,28 @@ def one_line(error: ArgumentError) -> str:
     wrong_type = re.match(r"Parser key \"(.+?)\": Expected an? (.+?)\. Got value: (.*)", text)
     if wrong_type:
         name, expected, value = wrong_type.groups()
-        expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", expected)
-        expected = re.sub(r"^Literal\[(.*)\]$", r"\1", expected)
-        matches = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
-        hint = f"; did you mean {matches[0]}?" if matches else ""
-        return f"{name}: {value!r} is not allowed; allowed: {expected}{hint}"
+        return _wrong_value(name, value, [expected])
     union = re.match(r"Parser key \"(.+?)\": Does not validate .* Given value: (.*)", text)
     if union:
         name, value = union.groups()
-        kinds = re.findall(r"Expected an? <class '(\w+)'>", text)
-        expected = ", ".join("null" if kind == "NoneType" else kind for kind in kinds)
-        return f"{name}: {value!r} is not allowed; allowed: {expected}"
+        return _wrong_value(
+            name, value, re.findall(r"- Expected an? (.+?)(?=\.? - | Given value)", text)
+        )
     missing = re.match(r"the following arguments are required: (.*)", text)
     if missing:
         return f"--{missing[1].replace(', ', ', --')}: missing; see --help"
     return re.sub(r"^Parser key \"config\": ", "--config: ", text)
+
+
+def _wrong_value(name: str, value: str, kinds: Collection[str]) -> str:
+    """`kinds`: types and choices, as the parser writes them."""
+    expected = ", ".join(
+        re.sub(r"^Literal\[(.*)\]$", r"\1", re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind))
+        for kind in kinds
+    ).replace("NoneType", "null")
+    matches = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
+    return f"{name}: {value!r} is not allowed; allowed: {expected}{hint}"
 
 
 def unknown_option(name: str, options: Collection[str]) -> str:

@@ -243,6 +243,21 @@ def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
     assert "fewer than 100 questions say little" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--protocol", "pair", "'pairs', 'auto'; did you mean pairs?"),
+        ("--source", "x", "'protocol'"),
+    ],
+)
+def test_a_value_of_several_kinds_of_choices_is_refused_with_all_of_them(
+    evaluate, option, value, allowed
+):
+    refusal = evaluate(option, value).refusal
+    assert f"{option[2:]}: {value!r} is not allowed; allowed: '" in refusal
+    assert refusal.endswith(allowed)
+
+
 def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
     evaluate, tiny_ranker, convai2_corpus
 ):
