@@ -1,7 +1,7 @@
 """The whole path on this machine: raw dumps → corpora → encoder → rankers → pools → HTTP.
 
-Every stage is a job that can run alone; its command is printed first. Finished stages are recognised, so
-the same command resumes a demo that was killed.
+Every stage is a job that can run alone; its command and its output are in `demo.log`. Finished stages are
+recognised, so the same command resumes a demo that was killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from types import MappingProxyType
 from typing import Any
 
 from jobs import cluster, demo_data, demo_questions, program
-from jobs.demo_stages import SECONDS, Stage, begin_stage, run_side_by_side, run_stage, timed
+from jobs.demo_stages import (
+    SECONDS,
+    Stage,
+    begin_stage,
+    log_to,
+    logged,
+    row,
+    run_side_by_side,
+    run_stage,
+    seconds,
+    timed,
+)
 from pipeline.artifact import open_artifact
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -52,7 +63,7 @@ def run(config: Config) -> program.Summary:
     cluster.require_free("127.0.0.1", config.port)
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
-    data = user_data or demo_data.sample(work / "sample")
+    print(f"Each line is a job. Its command and its output: {work}/demo.log\n", flush=True)
 
     from ray import serve
 
@@ -60,8 +71,8 @@ def run(config: Config) -> program.Summary:
     # starts at once.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "4")
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
-    with cluster.session(dashboard=config.keep_running) as dashboard:
-        _make_corpora(work, data)
+    with log_to(work / "demo.log"), cluster.session(dashboard=config.keep_running) as dashboard:
+        _make_corpora(work, user_data or demo_data.sample(work / "sample"))
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
         _train_rankers(work, encoder, recipes)
@@ -110,7 +121,7 @@ def _pretrain(work: Path) -> str:
           "--output", f"{work}/tokenizer")  # fmt: skip
     run_stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
           "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/tokens")  # fmt: skip
-    run_stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
+    run_stage("An encoder, from Reddit", "pretrain",
           "--config", _recipe("pretrain/tiny-cpu"), "--corpus", f"{work}/tokens",
           "--output", f"{work}/encoder")  # fmt: skip
     return f"{work}/encoder"
@@ -139,19 +150,18 @@ def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
         if recipes == "finetune":
             files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
         return begin_stage(
-            f"A ranker, {name}", "finetune", "--config", *map(_recipe, files),
+            f"Ranker: {name}", "finetune", "--config", *map(_recipe, files),
             "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *task_options, *resources,
             "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
         )  # fmt: skip
 
-    if recipes == "finetune" or _has_gpu():
-        for name in models:
-            begin(name, *(("--resources.gpu", "true") if _has_gpu() else ())).run()
-        return
     # Side by side: of so small a model two threads do only 14 % more steps than one, and start no sooner.
-    one_core = ("--resources.cpus-per-worker", "1")
-    trainings = {name: begin(name, *one_core) for name in ("bi", "articles", "cross", "poly")}
-    run_side_by_side(trainings, at_once=2, predecessors={"cross": "bi", "poly": "bi"})
+    at_once = 1 if recipes == "finetune" or _has_gpu() else 2
+    resources = ("--resources.cpus-per-worker", "1") if at_once == 2 else ()
+    if _has_gpu():
+        resources = ("--resources.gpu", "true")
+    trainings = {name: begin(name, *resources) for name in ("bi", "articles", "cross", "poly")}
+    run_side_by_side(trainings, at_once, predecessors={"cross": "bi", "poly": "bi"})
 
 
 def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
@@ -177,7 +187,17 @@ def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
 
 
 def _table_numbers(summary: program.Summary) -> dict[str, Any]:
-    return {name: summary[name] for name in ("table", "intervals", "latency_ms")}
+    """Prints the table's main columns; returns all of its numbers."""
+    numbers = {name: summary[name] for name in ("table", "intervals", "latency_ms")}
+    for name, metrics in numbers["table"].items():
+        r_at_1, *_ = metrics
+        low, high = numbers["intervals"][name][r_at_1]
+        latency = numbers["latency_ms"].get(name)
+        milliseconds = f"  {latency['median']:4.1f} ms a question" if latency else ""
+        print(
+            f"   {name:<13} {r_at_1} {metrics[r_at_1]:.3f} ({low:.3f} to {high:.3f}){milliseconds}"
+        )
+    return numbers
 
 
 def _embed_pools(work: Path) -> None:
@@ -200,7 +220,7 @@ def _serve(work: Path, port: int) -> None:
 
     from serve.app import Args, build
 
-    print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
+    print(row("serve", "A service for both pools"), end="", flush=True)
     logging = LoggingConfig(log_level="ERROR", enable_access_log=False)
     targets = [
         serve.RunTarget(
@@ -211,10 +231,10 @@ def _serve(work: Path, port: int) -> None:
         )
         for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
     ]
-    with timed("The service"):
+    with timed("The service"), logged():
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=logging)
         serve.run_many(targets)
-    print(f"   {SECONDS['The service']:.1f} s")
+    print(seconds("The service"))
 
 
 def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
@@ -234,25 +254,27 @@ def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
 
 
 def _print_next_steps(config: Config, minutes: float, dashboard: str, picture: str) -> None:
+    """Only what works at that moment: without `keep_running` the service has ended."""
     tracking = os.environ["MLFLOW_TRACKING_URI"]
+    print(f"""
+Done in {minutes:.1f} minutes.
+   curves, R@1 and ms    {picture}; all numbers: {config.work}/demo.json
+   runs and lineage      .venv/bin/mlflow ui --backend-store-uri {tracking}
+   search a pool         .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\
+                             --model {config.work}/rankers/poly --context "how is work going ?"
+""", end="", flush=True)  # fmt: skip
+    if not config.keep_running:
+        print("   the service again     make demo KEEP=1, which finds all stages done", flush=True)
+        return
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
     url = f"http://127.0.0.1:{config.port}"
-    keep_hint = "" if config.keep_running else " (python -m jobs.demo --keep leaves it up)"
-    print(f"""
-== Done in {minutes:.1f} minutes. To look further{keep_hint}:
-
-   the curves              {picture}: losses, and R@1 against milliseconds
-   all numbers             {config.work}/demo.json
-   runs, lineage           .venv/bin/mlflow ui --backend-store-uri {tracking}
-   Ray's dashboard         {dashboard or "not started"}
-   the playground          {url}/
-   the interface           {url}/openapi.json
-   ask it                  curl -s {url}/rank -H 'content-type: application/json' -d '{body}'
-   look into a pool        .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\
-                               --model {config.work}/rankers/poly --context "how is work going ?"
-""", flush=True)  # fmt: skip
-    if config.keep_running:
-        print("Ctrl-C ends the service.", flush=True)
+    print(
+        f"""   Ray's dashboard       {dashboard}
+   the playground        {url}/  (interface: {url}/openapi.json)
+   ask it                curl -s {url}/rank -H 'content-type: application/json' -d '{body}'
+Ctrl-C ends the service.""",
+        flush=True,
+    )
 
 
 # -------------------------------------------------------------------------------------------------

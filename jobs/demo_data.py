@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.demo_stages import SECONDS, timed
+from jobs.demo_stages import row, seconds, timed
 from pipeline.config import BadInput
 from pipeline.corpora.made_up import sample as made_up
 
@@ -52,14 +52,13 @@ def _first_match(folder: Path, *patterns: str) -> list[Path]:
 
 def sample(folder: Path) -> Data:
     """The generated files, made once: people who talk about what they do, and articles about towns."""
-    print("\n== Sample corpora: people who talk about what they do, and articles about towns")
+    print(row("", "Dialogues and articles, made up"), end="", flush=True)
     if (folder / "DONE").exists():
-        print("   already done")
+        print("already done")
     else:
         with timed("Sample corpora"):
             made_up.generate(folder)
         (folder / "DONE").touch()
-        print(f"   {SECONDS['Sample corpora']:.1f} s")
-    for file in sorted(folder.rglob("*.*")):
-        print(f"   {file}  {file.stat().st_size / 1e6:.1f} MB")
+        megabytes = sum(file.stat().st_size for file in folder.rglob("*.*")) / 1e6
+        print(f"{seconds('Sample corpora')}   {megabytes:.1f} MB")
     return find_files(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import urllib.request
 from typing import Any
 
@@ -11,40 +12,56 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.artifact import open_artifact
 
+_ARTICLES = 50
+_TOP_K = 10
+
 
 def ask(work: str, port: int) -> dict[str, Any]:
     """Real requests about examples that no training has seen."""
     corpora = f"{work}/corpora"
-    dialogue = example(f"{corpora}/convai2")
-    print("\n== A dialogue, and its 20 candidates ranked: score and text; * is the true one\n")
+    # A greeting has a hundred right replies, so the longest of some last turns is asked.
+    dialogue = max(held_out(f"{corpora}/convai2")[:20], key=lambda row: len(row["context"][-1]))
+    print(
+        "\nA held-out dialogue; its best three of 20 candidates, then of the pool. * is the true reply"
+    )
     for turn in dialogue["context"]:
         print(f"   | {turn}")
     request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
     ranked = post(port, "/rank", request)
     show(ranked["results"], text=dialogue["response"])
-    print("\n   the same against the pool of replies of other people\n")
     from_pool = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
+    print("   of the pool:")
     show(from_pool["results"], text=dialogue["response"])
-    article = example(f"{corpora}/articles")
-    print("\n== A sentence, and the articles it may come from; the true one with its place\n")
-    print(f"   | {article['context'][0]}")
-    request = {"context": article["context"], "pool": "articles", "top_k": 100}
-    articles = post(port, "/articles/rank", request)
-    # The pool keeps an article without one of its sentences: not always without this one.
-    show(articles["results"], id=article["group_id"])
-    return {
-        "replies": ranked["results"],
-        "pool": from_pool["results"],
-        "articles": articles["results"],
-    }
+    articles = _ask_for_articles(held_out(f"{corpora}/articles")[:_ARTICLES], port)
+    return {"replies": ranked["results"], "pool": from_pool["results"], "articles": articles}
 
 
-def example(corpus: str) -> dict[str, Any]:
-    """A held-out example with a long last turn: a greeting has a hundred right replies."""
+def _ask_for_articles(questions: list[dict[str, Any]], port: int) -> list[dict[str, Any]]:
+    """Asks which article each sentence is from; returns the answer that is shown.
+
+    The pool keeps an article without one of its sentences, and not always without the one that is asked.
+    """
+    found = list[tuple[int, dict[str, Any], list[dict[str, Any]]]]()
+    for question in questions:
+        request = {"context": question["context"], "pool": "articles", "top_k": _TOP_K}
+        results = post(port, "/articles/rank", request)["results"]
+        places = [n for n, result in enumerate(results) if result["id"] == question["group_id"]]
+        found.append((places[0] if places else _TOP_K, question, results))
+    firsts = sum(place == 0 for place, *_ in found)
+    among = sum(place < _TOP_K for place, *_ in found)
+    print(f"\n{len(found)} held-out sentences: which article is each from? The right one is the first for "
+          f"{firsts}, among the first {_TOP_K} for {among}. One of them:")  # fmt: skip
+    _, question, results = min(found, key=lambda one: one[0])
+    print(f"   | {question['context'][0]}")
+    show(results, id=question["group_id"])
+    return results
+
+
+def held_out(corpus: str) -> list[dict[str, Any]]:
     uri = open_artifact(corpus, "corpus").files("valid/", ".parquet")[0]
     with storage.open_input(uri) as stream:
         rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
-    return max(rows[:20], key=lambda row: len(row["context"][-1]))
+    return rows
 
 
 def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -64,4 +81,5 @@ def show(results: list[dict[str, Any]], **true_fields: str) -> None:
         is_right = true_fields.items() <= result.items()
         if place <= 3 or is_right:
             mark, place_note = "*" if is_right else " ", f"({place}.) " if place > 3 else ""
-            print(f"  {mark}{result['score']:8.2f}  {place_note}{result['text'][:110]}")
+            text = textwrap.shorten(result["text"], 100)
+            print(f"  {mark}{result['score']:8.2f}  {place_note}{text}")

@@ -1,17 +1,19 @@
-"""Runs jobs one after the other or side by side, and prints their results and seconds."""
+"""Runs jobs one after the other or side by side. Each is a line on the terminal; its output is in a log."""
 
 from __future__ import annotations
 
 import importlib
 import shlex
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -20,48 +22,77 @@ from pipeline.config import parse
 
 SECONDS: dict[str, float] = {}
 """Seconds of each stage of this run, by its title."""
+_log: TextIO | None = None
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Sends what jobs print to this file, not to the terminal. If the body fails, the terminal names it."""
+    global _log
+    with path.open("w", buffering=1) as _log:
+        try:
+            yield
+        except Exception:
+            print(f"\nwhat the stages have printed: {path}", file=sys.stderr, flush=True)
+            raise
+        finally:
+            _log = None
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    if _log is None:
+        yield
+        return
+    with redirect_stdout(_log), redirect_stderr(_log):
+        yield
 
 
 def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
     """Runs a job in this process, as its command would, and prints its result."""
-    return begin_stage(title, verb, *argv).run()
+    stage = begin_stage(title, verb, *argv)
+    print(stage.name, end="", flush=True)
+    result = stage.work()
+    print(result, flush=True)
+    return stage.summary
 
 
 class Stage:
     """A job whose settings are read: only the rest may run in another thread, as reading a config changes
     the working directory for a moment."""
 
-    def __init__(self, title: str, job: ModuleType, config: Any) -> None:
+    def __init__(self, title: str, job: ModuleType, config: Any, verb: str = "") -> None:
         self._title, self._job, self._config = title, job, config
-        self._summary: program.Summary = {}
-
-    def run(self) -> program.Summary:
-        print(self.work(), flush=True)
-        return self._summary
+        self.name = row(verb, title)
+        self.summary: program.Summary = {}
 
     def work(self, *watch: Callable[[int, int], None]) -> str:
-        """Runs the job; returns lines to print about its result."""
-        with timed(self._title):
-            summary = self._summary = self._job.run(self._config, *watch)
-        duration = (
-            "already done" if summary.get("already_done") else f"{SECONDS[self._title]:.1f} s"
-        )
-        lines = [f"{self._title}: {duration}"]
-        for field in ("counts", "dropped"):
-            if numbers := summary.get(field):
-                parts = [f"{number:,} {name}" for name, number in numbers.items()]
-                lines += [f"{field}: {', '.join(parts)}"]
-        metrics = summary.get("metrics", {})
-        if losses := {k: number for k, number in metrics.items() if "loss" in k or k == "accuracy"}:
-            lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]
-        return "   " + "\n   ".join(lines)
+        """Runs the job; returns its seconds and counts as text."""
+        with timed(self._title), logged():
+            self.summary = self._job.run(self._config, *watch)
+        counts = self.summary.get("counts", {})
+        parts = [f"{number:,} {name}" for name, number in counts.items() if "." not in name]
+        if dropped := sum(self.summary.get("dropped", {}).values()):
+            parts.append(f"{dropped:,} left out")
+        done = "already done" if self.summary.get("already_done") else seconds(self._title)
+        return f"{done}   {', '.join(parts)}".rstrip()
 
 
 def begin_stage(title: str, verb: str, *argv: str) -> Stage:
-    """Prints the command and reads its settings. Raises BadInput."""
-    print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
+    """Logs the command and reads its settings. Raises BadInput."""
+    with logged():
+        print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
     module = importlib.import_module(f"jobs.{verb}")
-    return Stage(title, module, parse(module.Config, argv, f"python -m jobs.{verb}"))
+    return Stage(title, module, parse(module.Config, argv, f"python -m jobs.{verb}"), verb)
+
+
+def row(verb: str, title: str) -> str:
+    """The beginning of a stage's line on the terminal."""
+    return f"{verb:<16} {title:<42} "
+
+
+def seconds(title: str) -> str:
+    return f"{SECONDS[title]:5.1f} s"
 
 
 @contextmanager
@@ -85,7 +116,9 @@ def run_side_by_side(
     progress: dict[str, str] = {}
     steps_done = Counter[str]()
     futures: dict[str, Future[None]] = {}
-    with tqdm(desc="trainings", unit="step", total=0) as bar:
+    terminal = sys.stdout
+    # Without a terminal (None) there is no bar, only the lines of the results.
+    with tqdm(desc="trainings", unit="step", total=0, leave=False, disable=None) as bar, logged():
 
         def run(name: str) -> None:
             def watch(step: int, steps: int) -> None:
@@ -99,9 +132,9 @@ def run_side_by_side(
 
             if name in predecessors:
                 futures[predecessors[name]].result()
-            text = trainings[name].work(watch)
+            result = trainings[name].work(watch)
             with lock:
-                bar.write(text)
+                bar.write(trainings[name].name + result, file=terminal)
 
         with ThreadPoolExecutor(at_once) as threads:
             for name in trainings:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jobs import demo, demo_data, demo_picture, demo_questions, demo_stages
+from jobs import demo, demo_data, demo_picture, demo_questions, demo_stages, generate_dump
 from pipeline.config import BadInput
 from tests.helpers import free_port
 
@@ -133,7 +135,9 @@ def test_the_true_article_is_marked_though_the_pool_keeps_it_without_another_sen
     assert "(5.) more" in lines[9]
 
 
-def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
+def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
     class Job:
         @staticmethod
         def run(steps: int, watch) -> dict[str, object]:
@@ -141,14 +145,39 @@ def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
                 watch(step, steps)
             return {"already_done": False, "counts": {"steps": steps}}
 
-    trainings = {f"r{n}": demo_stages.Stage(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
+    trainings = {f"r{n}": demo_stages.Stage(f"r{n}", Job, n, "finetune") for n in (3, 5, 4)}
     demo_stages.run_side_by_side(trainings, at_once=2)
     shown = capsys.readouterr()
     assert "12/12" in shown.err
     assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
     for steps in (3, 5, 4):
-        assert f"   A ranker, r{steps}: " in shown.out + shown.err
-        assert f"counts: {steps} steps" in shown.out + shown.err
+        assert re.search(rf"^finetune +r{steps} +0\.\d s   {steps} steps$", shown.out, re.MULTILINE)
+
+
+def test_on_the_terminal_a_stage_is_a_line_and_its_output_is_in_the_log(
+    tmp_path, capsys, monkeypatch
+):
+    def run(config):
+        print("a line of the job")
+        print("its bar", file=sys.stderr)
+        if config.comments > 5:
+            raise BadInput("too many")
+        return {"counts": {"comments": 3, "files.new": 2}, "dropped": {"empty": 1, "long": 1}}
+
+    monkeypatch.setattr(generate_dump, "run", run)
+    options = ("generate_dump", "--output", "out", "--comments")
+    with demo_stages.log_to(tmp_path / "demo.log"):
+        demo_stages.run_stage("A dump", *options, "5")
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"generate_dump +A dump +0\.\d s   3 comments, 2 left out\n", shown.out)
+    assert shown.err == ""
+    log = (tmp_path / "demo.log").read_text()
+    assert "$ python -m jobs.generate_dump --output out --comments 5" in log
+    assert "a line of the job" in log and "its bar" in log
+
+    with pytest.raises(BadInput, match="too many"), demo_stages.log_to(tmp_path / "demo.log"):
+        demo_stages.run_stage("A dump", *options, "6")
+    assert f"what the stages have printed: {tmp_path}/demo.log" in capsys.readouterr().err
 
 
 def test_a_training_waits_for_the_one_it_starts_from():
