@@ -280,7 +280,7 @@ def draft(
             "config": {n: flatten(published.manifest["config"]).get(n) for n in job["config"]},
         }
         raise BadInput(f"{uri}: holds the result of another job ({difference(published_job, job)}); "
-                       "choose another --output or remove it")  # fmt: skip
+                       "choose another --output, or remove this one")  # fmt: skip
     local = storage.is_local(uri)
     staging = f"{uri}.partial" if local else uri
     request_uri = storage.join(staging, REQUEST)

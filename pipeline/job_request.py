@@ -28,17 +28,24 @@ def describe_request(
 
 
 def difference(earlier_request: dict[str, Any], request: dict[str, Any]) -> str:
-    """Names the first settings that differ: "max_steps: 3 there, 4 here"."""
-    parts = ("inputs", "config")
-    earlier_values = flatten({part: earlier_request.get(part, {}) for part in parts})
-    values = flatten({part: request[part] for part in parts})
-    changed_names = [
-        name
-        for name in {**earlier_values, **values}
-        if earlier_values.get(name) != values.get(name)
+    """Names the inputs and the first settings that differ, for a person: "--corpus has other contents than
+    it had; max_steps: 3 there, 4 here"."""
+    earlier_inputs, inputs = earlier_request.get("inputs", {}), request["inputs"]
+    earlier_settings = flatten(earlier_request.get("config", {}))
+    settings = flatten(request["config"])
+    descriptions = []
+    for name in _changed(earlier_inputs, inputs):
+        option = "--" + re.sub(r"\.\d+$", "", name).replace("_", "-")
+        if name in earlier_inputs and name in inputs:
+            descriptions.append(f"{option} has other contents than it had")
+        else:
+            descriptions.append(f"{option} is given only {'here' if name in inputs else 'there'}")
+    descriptions += [
+        f"{name}: {earlier_settings.get(name)!r} there, {settings.get(name)!r} here"
+        for name in _changed(earlier_settings, settings)
     ]
-    descriptions = [
-        f"{name.partition('.')[2]}: {earlier_values.get(name)!r} there, {values.get(name)!r} here"
-        for name in changed_names[:3]
-    ]
-    return "; ".join(descriptions) or "of another kind"
+    return "; ".join(list(dict.fromkeys(descriptions))[:3]) or "of another kind"
+
+
+def _changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]
