@@ -73,7 +73,8 @@ class Config:
     max_examples: int = 100_000
     """Rank at most this many examples, drawn at random."""
     baselines: bool = True
-    """Rows for chance, TF-IDF and BM25 (weights from the train split)."""
+    """Rows for chance, TF-IDF and BM25 (weights from the train split). Where the question is asked among
+    all texts of the corpus, also for a published sentence encoder that a model started from."""
     mapped: str = ""
     """A frozen encoder, any that jobs.classify_intents takes, for two more baselines: the cosine of its
     vectors (sim), and the same with a linear map that 10,000 examples of the train split train (map)."""
@@ -154,6 +155,8 @@ def run(config: Config) -> program.Summary:
         tracking.connect()  # refuses a server that is away before the work
 
     baselines = _baselines(corpus, measure, config) if config.baselines else []
+    if config.baselines and measure.protocol.source == "corpus":
+        baselines += _untrained_baselines(artifacts, measure, config)
     if mapped is not None:
         baselines += _mapped_baselines(mapped[0], corpus, measure, config)
     asked_artifacts = {name: model for name, (model, _) in timed_models.items()}
@@ -216,6 +219,33 @@ def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[S
         measure.of("tf-idf", lambda: TfIdf.fit(texts)),
         measure.of("bm25", lambda: BM25.fit(texts)),
     ]
+
+
+def _untrained_baselines(
+    models: Sequence[Artifact], measure: Measurement, config: Config
+) -> list[ScorerResult]:
+    """The published sentence encoders that models started from: what training has gained or lost."""
+    from pipeline.classification import encoder as text_encoder
+    from pipeline.classification.settings import EncodeConfig
+    from pipeline.evaluation.mapped import Mapped
+
+    settings = EncodeConfig(precision=config.precision)
+    results = dict[str, ScorerResult]()
+    for model in models:
+        start = model.manifest["inputs"].get("encoder", {})
+        if start.get("kind") != "external" or start["fingerprint"] in results:
+            continue
+        try:
+            source, found = sources.open_encoder(start["uri"])
+        except BadInput:  # removed, or a relative path of another folder
+            continue
+        folder = source.local()
+        is_same = found["fingerprint"] == start["fingerprint"]
+        if is_same and (folder / sources.SENTENCE_TRANSFORMERS).exists():
+            encoder = text_encoder.load(folder, settings, best_device())
+            name = f"untrained {storage.name_of(start['uri'])}"
+            results[start["fingerprint"]] = measure.of(name, functools.partial(Mapped, encoder))
+    return list(results.values())
 
 
 def _ask_models(

@@ -21,10 +21,15 @@ from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
 from pipeline.evaluation.truncation import truncation
 from pipeline.models import inference
+from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import load_ranker
 from pipeline.tasks import executors
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
+ONE_WORKER = (
+    "--resources.workers", 1, "--resources.gpu", "false", "--resources.cpus-per-worker", 1,
+    "--loop.precision", "fp32",
+)  # fmt: skip
 QUICK = ("--latency-queries", 0, "--baselines", "false")
 
 
@@ -241,6 +246,42 @@ def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
     assert list(done.summary["table"]["poly"]) == ["R@1/32", "R@3/32", "MRR"]
     assert "2 of the 4 right answers also stand in train/" in done.stdout
     assert "fewer than 100 questions say little" in done.stdout
+
+
+def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
+    run_job_here, tiny_ranker, actors_in_process, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"how do i open {n} ?,turn key {n} ." for n in range(60)]
+    (tmp_path / "faq.csv").write_text("\n".join(["context,response", *rows]))
+    for verb, *options in (
+        ("prepare_corpus", "--format", "pairs", "--input", tmp_path / "faq.csv", "--output", "corpus"),
+        ("convert_model", "--model", tiny_ranker("bi").uri, "--to", "sentence-transformers",
+         "--output", "published"),
+        ("finetune", "--encoder", "published/context", "--corpus", "corpus", "--output", "ranker",
+         "--ranker.architecture", "bi", "--finetune.max-steps", 2, "--finetune.batch-examples", 8,
+         "--loop.validate-every-epochs", 0, "--ranker.max-context-tokens", 48,
+         "--ranker.max-candidate-tokens", 32, *ONE_WORKER),
+    ):  # fmt: skip
+        assert run_job_here(verb, *options).code == 0
+    job = ("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
+    table = run_job_here(*job).summary["table"]
+    assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
+
+    published = from_anywhere.load(tmp_path / "published" / "context", 0, 0)
+    asked = questions(
+        open_artifact("corpus", "corpus"), "train", "corpus", protocols.ALL, 100, 0, True
+    )
+    texts = [turns[-1] for turns in asked.contexts] + list(asked.texts)
+    vectors = inference.candidate_vectors(published, texts).double().numpy()
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = vectors[: len(asked)] @ vectors[len(asked) :].T
+    right = scores[np.arange(len(scores)), list(asked.right_places())]
+    ranks = (scores >= right[:, None]).sum(axis=1)
+    assert table["untrained context"]["R@1/60"] == pytest.approx((ranks <= 1).mean(), abs=0.05)
+
+    (tmp_path / "published").rename(tmp_path / "moved")
+    assert "untrained context" not in run_job_here(*job).summary["table"]
 
 
 @pytest.mark.parametrize(
