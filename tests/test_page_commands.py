@@ -30,6 +30,7 @@ from pipeline import tracking
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification.settings import HeadConfig
 from pipeline.config import parse
+from pipeline.corpora.formats import pairs
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.tasks import executors
 from pipeline.training import estimate
@@ -71,6 +72,7 @@ SMALL_ENCODER = (
 POOLS = {
     "README.md": {".demo/pools": "replies"},
     "OPERATING.md": {"lake/pools": "replies"},
+    "pipeline/OWN_DATA.md": {"my/pools": "answers"},
     "pipeline/retrieval/README.md": {"lake/pools": "articles", "pools": "articles"},
     "serve/README.md": {".demo/pools": "replies"},
 }
@@ -150,7 +152,10 @@ def inputs(
     for split in ("train", "valid"):  # both with candidates, as score_candidates needs them
         source = sample_files / "convai2" / "valid_self_original.sample.txt"
         shutil.copy(source, folder / "convai2" / f"{split}_self_original.txt")
-    made = {name: str(folder / name) for name in ("dialogues", "published", "subwords", "intents")}
+    made = {
+        name: str(folder / name)
+        for name in ("dialogues", "pairs", "published", "subwords", "intents")
+    }
     rankers = {name: tiny_ranker(name).local() for name in ("bi", "poly", "cross")}
     with executors.in_this_process():
         prepare_corpus.run(
@@ -178,7 +183,15 @@ def inputs(
                 head=HeadConfig(epochs=5),
             )
         )
-        for pool, key in (("articles", "language"), ("replies", "")):
+        prepare_corpus.run(
+            prepare_corpus.Config(
+                format="pairs",
+                input=(str(folder / "faq.csv"),),
+                output=made["pairs"],
+                pairs=pairs.Options(context_column="question", response_column="answer"),
+            )
+        )
+        for pool, key in (("articles", "language"), ("replies", ""), ("answers", "")):
             for count in (18, 19):
                 part = pa.Table.from_pylist(articles[:count])
                 pq.write_table(part, folder / "earlier.parquet")
@@ -209,6 +222,8 @@ def inputs(
         "lake/reddit": reddit,
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
+        "my/corpus": Path(made["pairs"]),
+        "my/ranker": rankers["poly"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,
         "lake/convai2": dialogues,
