@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeline.models.network import PairNetwork
+from pipeline.models.reduction import reduce
 from pipeline.models.settings import CrossConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+}
+
 
 class CrossEncoder(PairNetwork):
-    """s = w · h_first + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3).
+    """s = w · h + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3), h the first output.
 
-    With a pooler, tanh(W h_first + c) stands for h_first, as in BERT's classifiers.
+    The classifiers of published rerankers have more: h may be the mean of all outputs, and a pooler,
+    norm(activation(W h + c)), may stand for it. BERT's is tanh without norm.
     """
 
     def __init__(self, encoder: Encoder, config: CrossConfig) -> None:
         super().__init__()
         self.encoder = encoder
-        self.output_scaling = config.output_scaling
+        self.config = config
         self.pooler = nn.Linear(encoder.width, encoder.width) if config.pooler else None
+        self.activation = _ACTIVATIONS[config.pooler_activation]
+        has_norm = config.pooler and config.pooler_norm
+        self.pooler_norm = nn.LayerNorm(encoder.width, bias=False) if has_norm else None
         self.score = nn.Linear(encoder.width, 1)
         self._has_new_head = True
         for layer in (self.pooler, self.score):
@@ -42,10 +54,16 @@ class CrossEncoder(PairNetwork):
 
     def score_pairs(self, tokens: Tokens) -> Tensor:
         """[N] for N pairs, float32."""
-        hidden_ND = self.encoder(tokens)[:, 0] * self.output_scaling
-        with torch.autocast(hidden_ND.device.type, enabled=False):  # bf16 would tie near scores
-            hidden_ND = hidden_ND.float()
+        hidden_NTD = self.encoder(tokens)
+        with torch.autocast(hidden_NTD.device.type, enabled=False):  # bf16 would tie near scores
+            if self.config.score_of == "first":
+                hidden_ND = hidden_NTD[:, 0].float()
+            else:
+                hidden_ND = reduce(hidden_NTD.float(), tokens.mask_BT, "mean", 0)
+            hidden_ND = hidden_ND * self.config.output_scaling
             if self.pooler is not None:
-                hidden_ND = self.pooler(hidden_ND).tanh()
+                hidden_ND = self.activation(self.pooler(hidden_ND))
+            if self.pooler_norm is not None:
+                hidden_ND = self.pooler_norm(hidden_ND)
             scores_N1: Tensor = self.score(hidden_ND)
         return scores_N1[:, 0]
