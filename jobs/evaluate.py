@@ -275,6 +275,7 @@ def _ask_models(
                 row = baseline.numbers().items()
                 numbers |= {f"{baseline.name}/{k}": number for k, number in row}
             run.log(numbers, wait=True)
+        tracking.note_quality(model, corpus, results[-1].numbers())
         attach_to_runs.append(run.attach)
     if config.together:
         make_scorer = functools.partial(load_mean_scorer, list(models.values()), precision)
