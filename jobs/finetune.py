@@ -11,8 +11,14 @@ from pipeline import cost, registry
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.models.settings import OnEncoderConfig, PolyConfig, RankerConfig, read_settings
-from pipeline.models.sources import Prompts, Source, open_encoder, read_prompts
+from pipeline.models.settings import (
+    DualConfig,
+    OnEncoderConfig,
+    PolyConfig,
+    RankerConfig,
+    read_settings,
+)
+from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
@@ -75,6 +81,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     inputs: dict[str, Artifact | dict[str, Any]] = {"corpus": corpus, "encoder": encoder}
     config = replace(config, ranker=_sized_as_encoder(config, encoder))
     config = replace(config, ranker=_with_prompts(config, source, encoder))
+    _say_what_is_left_out(config.ranker, source, encoder)
     earlier: Artifact | None = None
     if config.continue_from:
         inputs["continue_from"] = earlier = _open_earlier(config, corpus, encoder)
@@ -171,6 +178,23 @@ def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) 
         print(f"prompts of the encoder: {prompts.context!r} before contexts, {prompts.candidate!r} before "
               "candidates", flush=True)  # fmt: skip
     return replace(ranker, context_prompt=prompts.context, candidate_prompt=prompts.candidate)
+
+
+def _say_what_is_left_out(
+    ranker: RankerConfig, source: Source, reference: Mapping[str, Any]
+) -> None:
+    """Prints where a ranker makes vectors in another way than the published encoder that it starts from."""
+    if reference.get("kind") != "external" or not isinstance(ranker, DualConfig):
+        return
+    reduction, modules = read_modules(source.local())
+    if reduction and reduction != ranker.reduction:
+        print(f"the encoder was trained with the reduction {reduction!r}, this ranker has "
+              f"--ranker.reduction {ranker.reduction}", flush=True)  # fmt: skip
+    if "Dense" in modules:
+        print(
+            "the encoder's Dense layer is left out; jobs.convert_model keeps it, without training",
+            flush=True,
+        )
 
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:

@@ -155,6 +155,10 @@ class DualConfig(OnEncoderConfig):
     """Use one encoder for both sides."""
     projection: int = 0
     """Width of the vectors, by a linear layer per tower; 0: the encoder's own width."""
+    projection_bias: bool = False
+    """The projection has a bias, as in LaBSE."""
+    projection_activation: Literal["none", "tanh"] = "none"
+    """What follows the projection: tanh in LaBSE."""
     vector_length: float = 0.0
     """Every vector is scaled to this L2 norm, so that a product is a cosine times its square (4.5:
     20 · cosine); 0: vectors stay as they are."""

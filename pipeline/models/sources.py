@@ -135,6 +135,25 @@ def read_prompts(folder: Path) -> Prompts:
     return Prompts(prompts.get("query", default), documents[0] if documents else default)
 
 
+def read_modules(folder: Path) -> tuple[str, list[str]]:
+    """(the reduction of a model that sentence-transformers saved: first, mean or another one's name; the kinds
+    of the modules behind it, such as Dense). For another folder ("", [])."""
+    path = folder / SENTENCE_TRANSFORMERS
+    if not path.exists():
+        return "", []
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        kinds = [module["type"].split(".")[-1] for module in modules]
+        pooling = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
+        config = json.loads(pooling.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", []  # only its encoder is used
+    flags = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
+    mode = config.get("pooling_mode") or (flags[0] if len(flags) == 1 else "several")
+    names = {"cls": "first", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
+    return names.get(str(mode), str(mode)), kinds[kinds.index("Pooling") + 1 :]
+
+
 def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[str, Any]]:
     """A tokenizer, and the manifest's reference to it: ours, an encoder's, any `transformers` directory, or a
     hub id. `option` names the URI in messages.

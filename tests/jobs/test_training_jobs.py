@@ -259,6 +259,21 @@ def test_prompts_of_a_published_encoder_go_from_ranker_to_ranker(
         ranker = load_ranker(start)
         assert ranker.candidate_rows(["tea"]) == ranker.tokenizer.candidates(["passage: tea"], 48)
         assert ranker.context_rows([["tea"]]) == ranker.tokenizer.contexts([["query: tea"]], 48)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind}
+               for kind in ("Transformer", "Pooling", "Dense", "Normalize")]  # fmt: skip
+    (published / "modules.json").write_text(json.dumps(modules))
+    (published / "Pooling").mkdir()
+    for mode, said in (
+        ({"pooling_mode_cls_token": True}, "'first'"),
+        ({"pooling_mode": "max"}, "'max'"),
+    ):
+        (published / "Pooling" / "config.json").write_text(json.dumps(mode))
+        argv = arguments("bi", convai2_corpus.uri, published, tmp_path / said, "--dry-run", "true")
+        shown = run_job_here("finetune", *argv).stdout
+        assert (
+            f"trained with the reduction {said}, this ranker has --ranker.reduction mean" in shown
+        )
+        assert "the encoder's Dense layer is left out" in shown
     by_hand = arguments(
         "bi", convai2_corpus.uri, published, tmp_path / "own", "--finetune.epochs", 0,
         "--ranker.context-prompt", "ask: ",

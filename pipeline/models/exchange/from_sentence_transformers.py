@@ -1,6 +1,6 @@
 """Loads a ranker from a model that sentence-transformers saved.
 
-    modules.json            Transformer → Pooling (cls, mean) → Dense → Normalize: a bi-encoder,
+    modules.json            Transformer → Pooling (cls, mean) → Dense (LaBSE: tanh) → Normalize: a bi-encoder,
                             the last two only where there are any; one model serves both sides
     context/, candidate/    two of these, as our export writes them: one model a side
     modules.json            Transformer → Pooling (cls) → Dense with tanh → Dense: a cross-encoder
@@ -146,12 +146,16 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
     for side, chain in zip(("context", "candidate"), chains, strict=False):
         folder = chain.transformer.folder
         for layer in chain.layers:
-            if len(chain.layers) > 1 or layer.bias is not None or layer.tanh:
-                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one, without "
-                               "bias and activation")  # fmt: skip
+            if len(chain.layers) > 1:
+                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one")
             weights[f"{side}_projection.weight"] = layer.weight
+            if layer.bias is not None:
+                weights[f"{side}_projection.bias"] = layer.bias
+    projections = context.layers[:1]
     config = BiConfig(
         reduction=context.reduction,
+        projection_bias=any(layer.bias is not None for layer in projections),
+        projection_activation="tanh" if any(layer.tanh for layer in projections) else "none",
         share_towers=len(chains) == 1,
         projection=len(context.layers[0].weight) if context.layers else 0,
         vector_length=context.length,
@@ -161,7 +165,9 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
         candidate_prompt=candidate.prompts.candidate,
     )
     texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
-    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length)
+    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
+        [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
+    )
     if not are_alike or len(texts) > 1:
         raise BadInput(f"{context.transformer.folder}, {candidate.transformer.folder}: not the same "
                        "tokenizer, Pooling and Normalize on both sides")  # fmt: skip

@@ -120,8 +120,15 @@ def _vector_modules(
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
     matrix = matrix[: dual.dimensions] * config.output_scaling
-    if not torch.equal(matrix, torch.eye(encoder.width)):
-        modules.append(_dense(matrix))
+    bias = (
+        None
+        if projection is None or projection.bias is None
+        else projection.bias[: dual.dimensions]
+    )
+    if config.projection and config.projection_activation == "tanh":
+        modules.append(_dense(matrix, bias, activation=_ACTIVATIONS["tanh"]))
+    elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
+        modules.append(_dense(matrix, bias))
     if config.vector_length:
         modules.append(_Module("Normalize", {}))
         if config.vector_length != 1:
