@@ -136,8 +136,8 @@ def read_prompts(folder: Path) -> Prompts:
 
 
 def read_modules(folder: Path) -> tuple[str, list[str]]:
-    """(the reduction of a model that sentence-transformers saved: first, mean or another one's name; the kinds
-    of the modules behind it, such as Dense). For another folder ("", [])."""
+    """(the reduction of a model that sentence-transformers saved: first, mean or another one's name; the
+    kinds of the modules behind it, such as Dense). For another folder ("", [])."""
     path = folder / SENTENCE_TRANSFORMERS
     if not path.exists():
         return "", []
