@@ -8,15 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.network import PairNetwork
+from pipeline.models.reduction import reduce
 from pipeline.models.settings import CrossConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 
 class CrossEncoder(PairNetwork):
-    """s = w · h_first + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3).
+    """Reads [CLS] context [SEP] candidate [SEP] and scores the outputs h by the settings' `head`:
 
-    With a pooler, tanh(W h_first + c) stands for h_first, as in BERT's classifiers.
+        first        s = w · h_first + b (paper, section 4.3). With a pooler, tanh(W h_first + c) stands for
+                     h_first, as in BERT's classifiers.
+        two_means    s = w · h_first + b + g · mean(h of the context) · mean(h of the candidate)
+
+    Outputs are multiplied by `output_scaling` first. With w = b = 0 and g = 1 the head is a bi-encoder's.
     """
 
     def __init__(self, encoder: Encoder, config: CrossConfig) -> None:
@@ -25,6 +30,7 @@ class CrossEncoder(PairNetwork):
         self.output_scaling = config.output_scaling
         self.pooler = nn.Linear(encoder.width, encoder.width) if config.pooler else None
         self.score = nn.Linear(encoder.width, 1)
+        self.product_gain = nn.Parameter(torch.ones(1)) if config.head == "two_means" else None
         self._has_new_head = True
         for layer in (self.pooler, self.score):
             if layer is not None:
@@ -36,16 +42,31 @@ class CrossEncoder(PairNetwork):
         self.score.load_state_dict(weights)
         self._has_new_head = False
 
+    def start_as_bi(self) -> None:
+        """Starts from an encoder that has read texts alone: the means alone score, and a candidate has the
+        segment that the encoder knows."""
+        nn.init.zeros_(self.score.weight)
+        self.encoder.copy_first_segment()
+
     @property
     def new_weights(self) -> Sequence[nn.Parameter]:
         return super().new_weights if self._has_new_head else ()
 
     def score_pairs(self, tokens: Tokens) -> Tensor:
         """[N] for N pairs, float32."""
-        hidden_ND = self.encoder(tokens)[:, 0] * self.output_scaling
-        with torch.autocast(hidden_ND.device.type, enabled=False):  # bf16 would tie near scores
-            hidden_ND = hidden_ND.float()
+        hidden_NTD = self.encoder(tokens)
+        if self.product_gain is None:
+            hidden_NTD = hidden_NTD[:, :1]
+        with torch.autocast(hidden_NTD.device.type, enabled=False):  # bf16 would tie near scores
+            hidden_NTD = hidden_NTD.float() * self.output_scaling
+            first_ND = hidden_NTD[:, 0]
             if self.pooler is not None:
-                hidden_ND = self.pooler(hidden_ND).tanh()
-            scores_N1: Tensor = self.score(hidden_ND)
-        return scores_N1[:, 0]
+                first_ND = self.pooler(first_ND).tanh()
+            scores_N: Tensor = self.score(first_ND)[:, 0]
+            if self.product_gain is not None:
+                assert tokens.segments_BT is not None
+                is_candidate_NT = tokens.segments_BT.bool()
+                context_ND = reduce(hidden_NTD, tokens.mask_BT & ~is_candidate_NT, "mean", 0)
+                candidate_ND = reduce(hidden_NTD, is_candidate_NT, "mean", 0)
+                scores_N = scores_N + self.product_gain * (context_ND * candidate_ND).sum(dim=1)
+            return scores_N

@@ -239,6 +239,10 @@ class CrossConfig(OnEncoderConfig):
 
     architecture: Literal["cross"] = "cross"
     """Context and candidate in one sequence."""
+    head: Literal["first", "two_means"] = "first"
+    """first: the score is a linear function of the first output, as in the paper. two_means: plus the product
+    of the mean outputs of both texts, so that a ranker which starts from a bi-encoder with shared towers
+    scores nearly as it does."""
     pooler: bool = False
     """A layer with tanh before the score, as BERT's classifiers have."""
 

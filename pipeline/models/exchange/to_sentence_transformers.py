@@ -84,6 +84,10 @@ def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
 @_export.register
 def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
+    if network.product_gain is not None:
+        raise BadInput(
+            "ranker.head: 'two_means' is unknown to sentence-transformers; allowed: first"
+        )
     scaling = network.output_scaling
     modules = [_pooling(network.encoder, "cls")]
     if network.pooler is not None:
