@@ -128,26 +128,29 @@ def _pretrain(work: Path) -> str:
 
 
 def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
-    """All rankers start from a pre-trained encoder; with a new encoder, poly and cross start from bi."""
-    rankers = work / "rankers"
-    start = encoder if recipes == "finetune" else f"{rankers}/bi"
+    """All rankers start from a pre-trained encoder; with a new encoder, poly starts from bi, and cross from
+    poly, which finds hard candidates for it and teaches it."""
+    rankers, is_new = work / "rankers", recipes == "demo"
     # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100
     # steps where an epoch of pairs or of whole articles would take most of an hour.
     real_on_cpu = recipes == "finetune" and not _has_gpu()
     cpu_options = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
     options = cpu_options if real_on_cpu else ()
     short_options = (*options, "--finetune.max-steps", "100") if real_on_cpu else ()
+    corpus, start_of_poly, start_of_cross = "convai2", encoder, encoder
+    if is_new:
+        corpus, start_of_poly, start_of_cross = "convai2-scored", f"{rankers}/bi", f"{rankers}/poly"
     models = {
         "bi": ("bi", "convai2", "convai2", encoder, options),
-        "cross": ("cross", "convai2", "convai2", start, short_options),
-        "poly": ("poly", "convai2", "convai2", start, options),
+        "cross": ("cross", "convai2", corpus, start_of_cross, short_options),
+        "poly": ("poly", "convai2", "convai2", start_of_poly, options),
         "articles": ("poly", "wikipedia", "articles", encoder, short_options),
     }
 
     def begin(name: str, *resources: str) -> Stage:
         architecture, task, corpus, origin, task_options = models[name]
         files = [f"demo-{name}"]
-        if recipes == "finetune":
+        if not is_new:
             files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
         return begin_stage(
             f"Ranker: {name}", "finetune", "--config", *map(_recipe, files),
@@ -160,8 +163,17 @@ def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
     resources = ("--resources.cpus-per-worker", "1") if at_once == 2 else ()
     if _has_gpu():
         resources = ("--resources.gpu", "true")
-    trainings = {name: begin(name, *resources) for name in ("bi", "articles", "cross", "poly")}
-    run_side_by_side(trainings, at_once, predecessors={"cross": "bi", "poly": "bi"})
+    trainings = {name: begin(name, *resources) for name in ("bi", "articles", "poly")}
+    run_side_by_side(trainings, at_once, predecessors={"poly": "bi"})
+    if is_new:
+        # The hardest 7 of 32 that are drawn. One with over 0.8 of the right one's score is often right, too.
+        run_stage("Hard replies for cross, scored by poly", "score_candidates",
+              "--corpus", f"{work}/corpora/convai2", "--teacher", f"{rankers}/poly",
+              "--teaching.random-candidates", "7", "--teaching.hardest-of", "32",
+              "--teaching.max-share", "0.8", "--output", f"{work}/corpora/{corpus}")  # fmt: skip
+    # A step of cross is long enough for two processes.
+    resources = ("--resources.workers", "2") if at_once == 2 else resources
+    run_side_by_side({"cross": begin("cross", *resources)}, at_once=1)
 
 
 def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:

@@ -22,10 +22,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class CrossEncoder(PairNetwork):
-    """s = w · h + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3), h the first output.
+    """Reads [CLS] context [SEP] candidate [SEP] and scores the outputs h by the settings' `head`:
 
-    The classifiers of published rerankers have more: h may be the mean of all outputs, and a pooler,
-    norm(activation(W h + c)), may stand for it. BERT's is tanh without norm.
+        first        s = w · h_first + b (paper, section 4.3)
+        mean         s = w · mean(h) + b
+        two_means    s = w · h_first + b + g · mean(h of the context) · mean(h of the candidate)
+
+    A pooler, norm(activation(W h + c)), may stand for what w is multiplied with, as in the classifiers of
+    published rerankers; BERT's is tanh without norm. Outputs are multiplied by `output_scaling` first. With
+    w = b = 0 and g = 1 two_means is a bi-encoder's head.
     """
 
     def __init__(self, encoder: Encoder, config: CrossConfig) -> None:
@@ -37,6 +42,7 @@ class CrossEncoder(PairNetwork):
         has_norm = config.pooler and config.pooler_norm
         self.pooler_norm = nn.LayerNorm(encoder.width, bias=False) if has_norm else None
         self.score = nn.Linear(encoder.width, 1)
+        self.product_gain = nn.Parameter(torch.ones(1)) if config.head == "two_means" else None
         self._has_new_head = True
         for layer in (self.pooler, self.score):
             if layer is not None:
@@ -48,6 +54,12 @@ class CrossEncoder(PairNetwork):
         self.score.load_state_dict(weights)
         self._has_new_head = False
 
+    def start_as_bi(self) -> None:
+        """Starts from an encoder that has read texts alone: the means alone score, and a candidate has the
+        segment that the encoder knows."""
+        nn.init.zeros_(self.score.weight)
+        self.encoder.copy_first_segment()
+
     @property
     def new_weights(self) -> Sequence[nn.Parameter]:
         return super().new_weights if self._has_new_head else ()
@@ -56,14 +68,21 @@ class CrossEncoder(PairNetwork):
         """[N] for N pairs, float32."""
         hidden_NTD = self.encoder(tokens)
         with torch.autocast(hidden_NTD.device.type, enabled=False):  # bf16 would tie near scores
-            if self.config.score_of == "first":
-                hidden_ND = hidden_NTD[:, 0].float()
-            else:
-                hidden_ND = reduce(hidden_NTD.float(), tokens.mask_BT, "mean", 0)
-            hidden_ND = hidden_ND * self.config.output_scaling
+            if self.config.head == "first":
+                hidden_NTD = hidden_NTD[:, :1]
+            hidden_NTD = hidden_NTD.float() * self.config.output_scaling
+            hidden_ND = hidden_NTD[:, 0]
+            if self.config.head == "mean":
+                hidden_ND = reduce(hidden_NTD, tokens.mask_BT, "mean", 0)
             if self.pooler is not None:
                 hidden_ND = self.activation(self.pooler(hidden_ND))
             if self.pooler_norm is not None:
                 hidden_ND = self.pooler_norm(hidden_ND)
-            scores_N1: Tensor = self.score(hidden_ND)
-        return scores_N1[:, 0]
+            scores_N: Tensor = self.score(hidden_ND)[:, 0]
+            if self.product_gain is not None:
+                assert tokens.segments_BT is not None
+                is_candidate_NT = tokens.segments_BT.bool()
+                context_ND = reduce(hidden_NTD, tokens.mask_BT & ~is_candidate_NT, "mean", 0)
+                candidate_ND = reduce(hidden_NTD, is_candidate_NT, "mean", 0)
+                scores_N = scores_N + self.product_gain * (context_ND * candidate_ND).sum(dim=1)
+            return scores_N

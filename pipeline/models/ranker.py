@@ -201,6 +201,8 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
         next_head = read_next_head(encoder_folder, encoder.width)
         if next_head:
             network.start_score(next_head)
+        elif network.product_gain is not None:
+            network.start_as_bi()
     return Ranker(config, tokenizer, network)
 
 

@@ -249,8 +249,10 @@ class CrossConfig(OnEncoderConfig):
 
     architecture: Literal["cross"] = "cross"
     """Context and candidate in one sequence."""
-    score_of: Literal["first", "mean"] = "first"
-    """The score is of the first output, or of the mean of all."""
+    head: Literal["first", "mean", "two_means"] = "first"
+    """first: the score is a linear function of the first output, as in the paper; mean: of the mean of all.
+    two_means: the first, plus the product of the mean outputs of both texts, so that a ranker which starts
+    from a bi-encoder with shared towers scores nearly as it does."""
     pooler: bool = False
     """A layer with an activation before the score, as BERT's classifiers have."""
     pooler_activation: Literal["tanh", "gelu", "relu"] = field(default="tanh", metadata=_HAS_POOLER)

@@ -120,6 +120,13 @@ class Encoder(TextEncoder):
         except ValueError as error:
             raise BadInput(f"gradient checkpointing: {error}") from None
 
+    def copy_first_segment(self) -> None:
+        """Gives the second text of a pair the segment embedding of the first, where there are any."""
+        if self.segments:
+            table = self.hf.embeddings.token_type_embeddings.weight
+            with torch.no_grad():
+                table[1:] = table[:1]
+
     def forward(self, tokens: Tokens) -> Tensor:
         """[B, T, D]; the values at padding are undefined, so every use of them is masked."""
         inputs = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}

@@ -247,10 +247,10 @@ def test_a_pretraining_counts_its_steps_tokens_and_epochs(
     assert run_job_here("tokenize_corpus", *corpus).code == 0
     recipe = ROOT / "jobs" / "configs" / "pretrain" / "tiny-cpu.yaml"
     found = run_job_here("pretrain", "--config", recipe, "--corpus", tokens, "--output", nowhere,
-                         "--dry-run").summary  # fmt: skip
+                         "--pretrain.objective", "joint", "--dry-run").summary  # fmt: skip
     sizes = (found["estimate"]["steps"], found["batch_tokens"], found["micro_batches_per_step"])
-    assert sizes == (1000, 1024, 2)
-    assert found["tokens_to_train"] == 1000 * 1024
-    assert found["epochs"] == pytest.approx(1000 * 1024 / found["corpus_tokens"], abs=0.01)
+    assert sizes == (450, 4096, 2)
+    assert found["tokens_to_train"] == 450 * 4096
+    assert found["epochs"] == pytest.approx(450 * 4096 / found["corpus_tokens"], abs=0.01)
     vocabulary = len(AutoTokenizer.from_pretrained(tokens / "tokenizer"))
     assert found["parameters"] > 64 * vocabulary and found["tokens_per_s_per_worker"] > 0

@@ -209,7 +209,7 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
         require(config.get("norm_eps", 1e-5) == 1e-5, f"{transformer.folder}: norm_eps",
                 config.get("norm_eps"), "1e-05")  # fmt: skip
         weights["pooler_norm.weight"] = saved_weights["head.norm.weight"]
-        settings["score_of"] = _REDUCTIONS[config["classifier_pooling"]]
+        settings["head"] = _REDUCTIONS[config["classifier_pooling"]]
     return _pair_ranker(transformer, weights, lengths, settings)
 
 

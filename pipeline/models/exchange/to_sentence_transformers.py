@@ -92,12 +92,15 @@ def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
 def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
     config = network.config
+    if config.head not in _POOLING:
+        raise BadInput(f"ranker.head: {config.head!r} is unknown to sentence-transformers; allowed: "
+                       f"{', '.join(_POOLING)}")  # fmt: skip
     if config.pooler_norm or config.context_prompt or config.candidate_prompt:
         raise BadInput(
             "ranker.pooler_norm, prompts: unknown to a CrossEncoder of modules; allowed: none"
         )
     scaling = config.output_scaling
-    modules = [_pooling(network.encoder, _POOLING[config.score_of])]
+    modules = [_pooling(network.encoder, _POOLING[config.head])]
     if network.pooler is not None:
         weight, bias = network.pooler.weight, network.pooler.bias
         modules.append(

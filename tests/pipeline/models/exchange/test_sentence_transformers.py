@@ -320,6 +320,7 @@ def test_all_minilm_is_read_with_its_normalisation(library):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"architecture": "poly"}, "architecture: 'poly' is unknown to sentence-transformers"),
     ({"architecture": "bi", "reduction": "mean_first_m"}, "ranker.reduction: 'mean_first_m'"),
+    ({"architecture": "cross", "head": "two_means"}, "ranker.head: 'two_means'"),
 ])  # fmt: skip
 def test_what_the_library_has_no_modules_for_is_not_exported(tiny, tmp_path, settings, message):
     with pytest.raises(BadInput, match=message):
