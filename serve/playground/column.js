@@ -126,11 +126,11 @@ export class Column {
     }
     const proved = answer.second_stage
       ? "the second stage scored the exact best rows"
-      : `provably the exact top ${answer.results.length}`;
+      : "no other text scores higher";
     this.status.replaceChildren(
       answer.certified
-        ? element("span", { class: "certified" }, `certified: ${proved}`)
-        : element("span", {}, "not certified: a better one may be missing"),
+        ? element("span", { class: "certified" }, `exact search: ${proved}`)
+        : element("span", {}, "approximate search: a better one may be missing"),
       element("span", { class: "time", title: `${milliseconds.format(answer.round)} ms with the way there and back` },
         `${milliseconds.format(answer.milliseconds)} ms`));
   }
