@@ -61,7 +61,7 @@ class Config:
     """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
     that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, kills, length; for finetune: bf16 or
+    """For paper: names of the table's rows; for embed: rate, night, kills, length, plan; for finetune: bf16,
     fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one

@@ -227,7 +227,7 @@ def _untrained_baselines(
     """The published sentence encoders that models started from: what training has gained or lost."""
     from pipeline.classification import encoder as text_encoder
     from pipeline.classification.settings import EncodeConfig
-    from pipeline.evaluation.mapped import Mapped
+    from pipeline.evaluation.ranking import RankerScorer
 
     settings = EncodeConfig(precision=config.precision)
     results = dict[str, ScorerResult]()
@@ -244,7 +244,8 @@ def _untrained_baselines(
         if is_same and (folder / sources.SENTENCE_TRANSFORMERS).exists():
             encoder = text_encoder.load(folder, settings, best_device())
             name = f"untrained {storage.name_of(start['uri'])}"
-            results[start["fingerprint"]] = measure.of(name, functools.partial(Mapped, encoder))
+            make_scorer = functools.partial(RankerScorer, encoder.ranker)
+            results[start["fingerprint"]] = measure.of(name, make_scorer)
     return list(results.values())
 
 
@@ -274,6 +275,7 @@ def _ask_models(
                 row = baseline.numbers().items()
                 numbers |= {f"{baseline.name}/{k}": number for k, number in row}
             run.log(numbers, wait=True)
+        tracking.note_quality(model, corpus, results[-1].numbers())
         attach_to_runs.append(run.attach)
     if config.together:
         make_scorer = functools.partial(load_mean_scorer, list(models.values()), precision)

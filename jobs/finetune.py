@@ -11,8 +11,14 @@ from pipeline import cost, registry
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.models.settings import PolyConfig, RankerConfig, read_settings
-from pipeline.models.sources import open_encoder
+from pipeline.models.settings import (
+    DualConfig,
+    OnEncoderConfig,
+    PolyConfig,
+    RankerConfig,
+    read_settings,
+)
+from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
@@ -74,6 +80,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     _require_encoder(config, encoder)
     inputs: dict[str, Artifact | dict[str, Any]] = {"corpus": corpus, "encoder": encoder}
     config = replace(config, ranker=_sized_as_encoder(config, encoder))
+    config = replace(config, ranker=_with_prompts(config, source, encoder))
+    _say_what_is_left_out(config.ranker, source, encoder)
     earlier: Artifact | None = None
     if config.continue_from:
         inputs["continue_from"] = earlier = _open_earlier(config, corpus, encoder)
@@ -152,6 +160,41 @@ def _sized_as_encoder(config: Config, reference: Mapping[str, Any]) -> RankerCon
     if reference.get("kind") != "ranker":
         return config.ranker
     return config.ranker.sized_as(read_settings(config.encoder))
+
+
+def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) -> RankerConfig:
+    """The ranker's settings, with the prompts of the encoder where none are set."""
+    ranker = config.ranker
+    if not isinstance(ranker, OnEncoderConfig) or ranker.context_prompt or ranker.candidate_prompt:
+        return ranker
+    prompts = Prompts()
+    if reference.get("kind") == "external":
+        prompts = read_prompts(source.local())
+    elif reference.get("kind") == "ranker":
+        start = read_settings(config.encoder)
+        if isinstance(start, OnEncoderConfig):
+            prompts = Prompts(start.context_prompt, start.candidate_prompt)
+    if prompts != Prompts():
+        print(f"prompts of the encoder: {prompts.context!r} before contexts, {prompts.candidate!r} before "
+              "candidates", flush=True)  # fmt: skip
+    return replace(ranker, context_prompt=prompts.context, candidate_prompt=prompts.candidate)
+
+
+def _say_what_is_left_out(
+    ranker: RankerConfig, source: Source, reference: Mapping[str, Any]
+) -> None:
+    """Prints where a ranker makes vectors in another way than the published encoder that it starts from."""
+    if reference.get("kind") != "external" or not isinstance(ranker, DualConfig):
+        return
+    reduction, modules = read_modules(source.local())
+    if reduction and reduction != ranker.reduction:
+        print(f"the encoder was trained with the reduction {reduction!r}, this ranker has "
+              f"--ranker.reduction {ranker.reduction}", flush=True)  # fmt: skip
+    if "Dense" in modules:
+        print(
+            "the encoder's Dense layer is left out; jobs.convert_model keeps it, without training",
+            flush=True,
+        )
 
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import mlflow
@@ -181,11 +182,13 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
     A job that continues an unfinished draft continues its run, so that one curve shows all attempts.
     Raises Stopped where another job makes the same draft (`Draft.locked`), and as `connect`.
     """
-    name = f"{job} {Path(draft.uri).name}"
+    folder = Path(draft.uri)
+    # The version of a pool says little without the pool.
+    name = f"{folder.parent.name} {folder.name}" if draft.kind == "pool" else folder.name
     note = draft.path(RUN)
     with draft.locked():
-        tags = _tags(job, draft.inputs, {"output_uri": draft.uri})
-        run = _create(name, tags, draft.config, _earlier_run(draft))
+        tags = {"output_uri": draft.uri}
+        run = _create(job, name, draft.inputs, draft.config, tags, _earlier_run(draft))
         record = {"run_id": run.run_id, "request": draft.request}
         storage.write_bytes(note, json.dumps(record).encode())
         with _ended(run):
@@ -196,14 +199,14 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
 def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
     """Opens the run of an evaluation, which makes no artifact."""
     inputs = {"model": model.reference(), "corpus": corpus.reference()}
-    with _open("evaluate", f"evaluate {Path(model.uri).name}", inputs, settings) as run:
+    with _open("evaluate", Path(model.uri).name, inputs, settings) as run:
         yield run
 
 
 @contextmanager
 def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
     """Opens the run of a promotion of `model`, which makes no artifact."""
-    name = f"promote {settings['registered_model']}"
+    name = str(settings["registered_model"])
     with _open("promote", name, {"model": model.reference()}, settings) as run:
         yield run
 
@@ -241,21 +244,18 @@ def _open(
     """Opens a new run after the work. Where that fails, one line says so, and nothing is logged."""
     run = Run("", server())
     try:
-        run = _create(name, _tags(job, inputs, {}), settings)
+        run = _create(job, name, inputs, settings)
     except (BadInput, Stopped) as error:
         print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
     with _ended(run):
         yield run
 
 
-def _tags(
-    job: str, inputs: Mapping[str, Mapping[str, Any]], extra_tags: Mapping[str, str]
-) -> dict[str, str]:
+def _tags(job: str, inputs: Mapping[str, Mapping[str, Any]], experiment_id: str) -> dict[str, str]:
     tags = {
         "job": job,
         "git_revision": git_revision() or "unknown",
-        "mlflow.note.content": "\n".join(["Made from:", *_ancestry_lines(inputs)]),
-        **extra_tags,
+        "mlflow.note.content": "\n".join(["Made from:", *_ancestry_lines(inputs, experiment_id)]),
     }
     for input_name, reference in inputs.items():
         for field_name in ("uri", "fingerprint", "run_id"):
@@ -265,7 +265,12 @@ def _tags(
 
 
 def _create(
-    name: str, tags: Mapping[str, str], settings: Mapping[str, Any], earlier_run: str = ""
+    job: str,
+    name: str,
+    inputs: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    extra_tags: Mapping[str, str] = MappingProxyType({}),
+    earlier_run: str = "",
 ) -> Run:
     """Continues the run `earlier_run` if the server has it; else makes a new one."""
     global local_store
@@ -273,7 +278,8 @@ def _create(
     local_store = server() if server().startswith(_SQLITE) else ""
     client = mlflow.MlflowClient()
     params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(dict(settings)).items()}
-    tags = resolve_tags({"mlflow.runName": name, **tags})
+    name = f"{job} {name}"
+    tags = resolve_tags({"mlflow.runName": name, **_tags(job, inputs, experiment_id), **extra_tags})
     with registry.answers():
         if known_run := _run_to_continue(earlier_run, experiment_id):
             run_id = earlier_run
@@ -378,6 +384,24 @@ def _register(name: str, artifact: Artifact, alias: str) -> str:
     return str(version.version)
 
 
+def note_quality(artifact: Artifact, corpus: Artifact, numbers: Mapping[str, float]) -> None:
+    """Writes the first of an evaluation's numbers, with its interval, on all registered versions of a model.
+
+    Where the registry fails, one line says so.
+    """
+    metric, value = next(iter(numbers.items()))
+    tag = _metric_name(f"{metric} on {Path(corpus.uri).name}")
+    text = f"{value:.3f} ({numbers[f'{metric}.low']:.3f} to {numbers[f'{metric}.high']:.3f})"
+    client = mlflow.MlflowClient()
+    try:
+        with registry.answers():
+            found = client.search_model_versions(f"tags.fingerprint = '{artifact.fingerprint}'")
+            for version in found:
+                client.set_model_version_tag(version.name, version.version, tag, text)
+    except (BadInput, Stopped) as error:
+        print(f"{error}; no registered version is tagged", file=sys.stderr, flush=True)
+
+
 def registered_version(name: str, version: str) -> tuple[str, str]:
     """(number, URI of the model) of a version: a number, or what an alias means.
 
@@ -476,13 +500,18 @@ def _file_lock(lock: Path) -> Iterator[None]:
         yield
 
 
-def _ancestry_lines(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
+def _ancestry_lines(inputs: Mapping[str, Any], experiment_id: str, depth: int = 0) -> list[str]:
+    """Markdown: a list of the inputs and of what they were made from, with links to their runs."""
     lines = []
     for name, reference in inputs.items():
-        run_text = f", run {reference['run_id']}" if reference.get("run_id") else ""
-        text = f"{name}: {reference['uri']} ({reference['fingerprint'][:16]}{run_text})"
-        lines.append("    " * depth + "* " + text)
-        lines += _ancestry_lines(reference.get("inputs") or {}, depth + 1)
+        paths = reference["uri"].split()
+        text = Path(paths[0]).name if paths else ""
+        if len(paths) > 1:
+            text += f" and {len(paths) - 1} more"
+        if run_id := reference.get("run_id"):
+            text = f"[{text}](#/experiments/{experiment_id}/runs/{run_id})"
+        lines.append(f"{'    ' * depth}* {name}: {text} {reference['fingerprint'][:16]}")
+        lines += _ancestry_lines(reference.get("inputs") or {}, experiment_id, depth + 1)
     return lines
 
 

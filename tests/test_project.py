@@ -385,6 +385,20 @@ def test_nodes_have_an_image_a_role_and_resources_that_are_known_before_they_are
     assert types["gpu"]["resources"]["GPU"] == 1
 
 
+def test_nodes_on_aws_have_encrypted_disks_guarded_keys_and_no_more_rights_than_they_need():
+    types = CLUSTER["available_node_types"]
+    roles = {
+        name: about["node_config"]["IamInstanceProfile"]["Name"] for name, about in types.items()
+    }
+    assert roles == {"head": "polyrank-head", "gpu": "polyrank-worker", "cpu": "polyrank-worker",
+                     "serving": "polyrank-serving"}  # fmt: skip
+    for about in types.values():
+        node = about["node_config"]
+        assert node["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}
+        assert all(disk["Ebs"]["Encrypted"] for disk in node["BlockDeviceMappings"])
+    assert "EC2FullAccess" not in (ROOT / "cluster.yaml").read_text()
+
+
 @pytest.mark.parametrize("command", [line for line in CLUSTER["setup_commands"]
                                      + CLUSTER["head_start_ray_commands"]
                                      + ON_PREMISE["setup_commands"]])  # fmt: skip
@@ -410,6 +424,48 @@ def test_the_manifests_are_made_of_the_cluster_and_the_service_s_config():
     assert application["runtime_env"].keys() == {"env_vars"}, "the image has the code"
     program, *argv = shlex.split(manifest("rayjob")["spec"]["entrypoint"])[2:]
     parse(config_of(program.removeprefix("jobs.")), argv, "test")
+
+
+def test_pods_are_nobody_special_and_the_policies_are_about_them():
+    policies = list(yaml.safe_load_all((ROOT / "kuberay" / "policies.yaml").read_text()))
+    accounts = {
+        part["metadata"]["name"]: part for part in policies if part["kind"] == "ServiceAccount"
+    }
+    spec = manifest("raycluster")["spec"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    pods = {name: group["template"]["spec"] for name, group in groups.items()}
+    pods["head"] = spec["headGroupSpec"]["template"]["spec"]
+    assert {pod["serviceAccountName"] for pod in pods.values()} == accounts.keys()
+    for name, pod in pods.items():
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert f"--uid {context['runAsUser']} " in (ROOT / "kuberay" / "Dockerfile").read_text()
+        for container in pod["containers"]:
+            rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == rights
+        # Only the autoscaler, a container of the head, talks to Kubernetes.
+        has_token = accounts[pod["serviceAccountName"]].get("automountServiceAccountToken", True)
+        assert has_token == (name == "head")
+    assert pods["serving"]["serviceAccountName"] not in {
+        pods[name]["serviceAccountName"] for name in ("head", "gpu", "cpu")
+    }
+    (toleration,) = pods["gpu"]["tolerations"]
+    assert (toleration["key"], toleration["operator"]) == ("nvidia.com/gpu", "Exists")
+    (spread,) = pods["serving"]["topologySpreadConstraints"]
+    serving = {"matchLabels": {"ray.io/group": "serving"}}
+    assert spread["labelSelector"] == serving and spread["topologyKey"] == "kubernetes.io/hostname"
+    budgets = {
+        part["metadata"]["name"]: part["spec"]
+        for part in policies
+        if part["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets["polyrank-serving"] == {"maxUnavailable": 1, "selector": serving}
+    (network,) = (part["spec"] for part in policies if part["kind"] == "NetworkPolicy")
+    ports = {port["port"] for rule in network["ingress"] for port in rule.get("ports", ())}
+    assert ports == {
+        8000,
+        8265,
+    }  # the service and the dashboard; Redis, the GCS and Ray Client are for pods
 
 
 def test_kubernetes_and_aws_have_the_same_groups_and_one_version():

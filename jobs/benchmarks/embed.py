@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from jobs import finetune
-from jobs.benchmarks import sequence_length
+from jobs.benchmarks import pool_plan, sequence_length
 from jobs.benchmarks.measure import BenchmarkRow, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
@@ -46,7 +46,7 @@ _KILLED_PASSAGES = {"small": 2_000, "full": 8_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "kills", "length"]
+Part = Literal["rate", "night", "kills", "length", "plan"]
 
 
 def measure(
@@ -57,9 +57,12 @@ def measure(
     for name in only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
     parts = set(only or get_args(Part))
-    rows = _measure_pools(size, data, work, kills, parts) if parts - {"length"} else []
+    needs_articles = parts - {"length", "plan"}
+    rows = _measure_pools(size, data, work, kills, parts) if needs_articles else []
     if "length" in parts:
         rows.append(sequence_length.measure(size, encoder or minilm_folder()))
+    if "plan" in parts:
+        rows.append(pool_plan.measure(size, work))
     return rows
 
 

@@ -12,6 +12,7 @@ import html
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ SERVE_PICTURES = {
     "serve/measured/scaling.png": "A stepped load, and the replicas that follow it",
 }
 """Pictures of the committed page, by their path from the root."""
+MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
+_TEXTS = {"row", "target", "note", "run"}
 _FIELDS = {"row", "ours", "unit"}
 _SOURCE = {"kind", "command", "date", "commit", "machine"}
 
@@ -70,8 +73,8 @@ class TargetResult:
     @property
     def status(self) -> str:
         if self.value is None:
-            return "not measured"
-        return "met" if self.target.is_met(self.value) else "**missed**"
+            return NOT_MEASURED
+        return MET if self.target.is_met(self.value) else MISSED
 
     @property
     def share(self) -> float | None:
@@ -124,22 +127,25 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
         "serve": SERVE_PICTURES if committed else {},
     }
     results = compare(row for rows in rows_of_section.values() for row in rows)
-    counts = [
-        sum(result.status == status for result in results) for status in ("met", "**missed**")
+    counts = Counter(result.status for result in results)
+    open_targets = [
+        f"`{result.target.row}` ({result.target.description}; {result.target.bound})"
+        for result in results
+        if result.status == NOT_MEASURED
     ]
     parts = [
         _INTRODUCTION.format(
             all=len(results),
-            met=counts[0],
-            missed=counts[1],
-            rest=len(results) - sum(counts),
+            met=counts[MET],
+            missed=counts[MISSED],
             picture=pictures + PICTURE,
         ),
-        _targets(results),
-        _limits(results),
+        f"Not measured: {'; '.join(open_targets)}." if open_targets else "",
     ]
+    result_of_row = {id(result.row): result for result in results if result.row}
     parts += [
-        _section(name, rows_of_section[name], section_pictures.get(name, {})) for name in SECTIONS
+        _section(name, rows_of_section[name], result_of_row, section_pictures.get(name, {}))
+        for name in SECTIONS
     ]
     curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
     parts.append(_growth(curves, pictures + growth.PICTURE))
@@ -148,103 +154,88 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
 
 _INTRODUCTION = """# Benchmarks
 
-`make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
-writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
-from the files of `jobs/benchmarks/results`, and a test compares the two. Most of its numbers are of larger
-models. Those of `--size full` count against the targets, and take hours.
-
-The two sides of a row ran in turn in one run, because only such ratios mean anything on a shared machine. A
-ratio above 1 means that polyrank is faster. The floor is what the machine itself allows. "One run, earlier"
-marks numbers that were copied by hand from a run's output, a page or a note; its commit is the one that
-wrote the number down, or the one before. A number with ± is a mean over seeds, all others come from one run.
-
-Of {all} targets {met} are met, {missed} are missed, and {rest} are not measured.
+Of {all} targets **{met} are met** and {missed} are missed.
 
 ![Share of each target that is reached]({picture})
 
-## Targets"""
+`make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
+writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
+from the files of `jobs/benchmarks/results`. The two sides of a row ran in turn in one run, because only such
+ratios mean anything on a shared machine. A ratio above 1 means that polyrank is faster. The floor is what the
+machine itself allows. "One run, earlier" marks numbers that were copied by hand from a run's output. A number
+with ± is a mean over seeds. Each row shows its newest run, a full one where there is one; its number is that
+of the command below the table."""
 
 
-def _targets(results: Sequence[TargetResult]) -> str:
-    lines = ["| target | bound | measured | status | run |", "| --- | --- | ---: | --- | --- |"]
-    for result in results:
-        run = _run_note(result.row["source"]) if result.row else ""
-        target = f"`{result.target.row}`: {result.target.description}"
-        cells = (target, result.target.bound, number(result.value), result.status, run)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _limits(results: Sequence[TargetResult]) -> str:
-    """The known limits of the missed targets."""
-    missed = [result for result in results if result.status == "**missed**"]
-    if not missed:
-        return ""
-    lines = [
-        f"- `{result.target.row}`: {result.target.limit or 'the limit was not looked for.'}"
-        for result in missed
-    ]
-    return "\n".join(["## What limits the missed ones", "", *lines])
-
-
-def _section(name: str, rows: Sequence[ResultRow], pictures: Mapping[str, str]) -> str:
+def _section(
+    name: str,
+    rows: Sequence[ResultRow],
+    result_of_row: Mapping[int, TargetResult],
+    pictures: Mapping[str, str],
+) -> str:
+    """One table of the newest row of each name, and the commands of its runs."""
     if not rows:
         return f"## {SECTIONS[name]}\n\nNot measured yet."
-    parts = [f"## {SECTIONS[name]}"]
-    groups: dict[str, list[ResultRow]] = {}
+    newest: dict[str, ResultRow] = {}
     for row in rows:
-        groups.setdefault(json.dumps(row["source"], sort_keys=True), []).append(row)
-    for source_rows in groups.values():
-        parts += [_origin(source_rows[0]["source"]), _table(source_rows), _notes(source_rows)]
-    parts += [f"![{text}]({file})" for file, text in pictures.items()]
+        previous = newest.get(row["row"])
+        if previous is None or _rank(row) >= _rank(previous):
+            newest[row["row"]] = row
+    shown = list(newest.values())
+    runs = list(dict.fromkeys(json.dumps(row["source"], sort_keys=True) for row in shown))
+    number_of_run = {run: str(place) for place, run in enumerate(runs, 1)}
+    columns: dict[str, list[str]] = {
+        "row": [_name(row, result_of_row.get(id(row))) for row in shown],
+        "polyrank": [
+            f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
+            for row in shown
+        ],
+        "beside it": [_peer(row) for row in shown],
+        "ratio": [number(row["ratio"]) for row in shown],
+        "share of the floor": [number(row["share_of_floor"]) for row in shown],
+        "target": [_status(result_of_row.get(id(row))) for row in shown],
+        "note": [_note(row, result_of_row.get(id(row))) for row in shown],
+        "run": [number_of_run[json.dumps(row["source"], sort_keys=True)] for row in shown],
+    }
+    # Columns in which no row has a value are left out.
+    filled_columns = {title: cells for title, cells in columns.items() if any(cells)}
+    table = [
+        f"| {' | '.join(filled_columns)} |",
+        f"| {' | '.join('---' if title in _TEXTS else '---:' for title in filled_columns)} |",
+        *(f"| {' | '.join(cells)} |" for cells in zip(*filled_columns.values(), strict=True)),
+    ]
+    commands = [_run_line(json.loads(run), number_of_run[run]) for run in runs]
+    parts = [f"## {SECTIONS[name]}", "\n".join(table), "\n".join(commands)]
+    parts.append(" ".join(f"![{text}]({file})" for file, text in pictures.items()))
     return "\n\n".join(part for part in parts if part)
 
 
-def _origin(source: Mapping[str, str]) -> str:
-    about = source.get("about", "")
-    return f"{about}{' ' if about else ''}{_sentence(source)}\n\n    {source['command']}"
+def _name(row: ResultRow, result: TargetResult | None) -> str:
+    return f"`{row['row']}`" + (f": {result.target.description}" if result else "")
 
 
-def _sentence(source: Mapping[str, str]) -> str:
+def _status(result: TargetResult | None) -> str:
+    return f"{result.target.bound} {result.status}" if result else ""
+
+
+def _note(row: ResultRow, result: TargetResult | None) -> str:
+    """The run's own note, and the known limit of a missed target."""
+    notes = [row["detail"].get("note", "")]
+    if result and result.status == MISSED:
+        notes.append(result.target.limit or "the limit was not looked for.")
+    return " ".join(note for note in notes if note)
+
+
+def _run_line(source: Mapping[str, str], run: str) -> str:
+    about = " ".join(source.get("about", "").split())
     kind = "" if source["kind"] == "run" else f", {source['kind']}"
-    return f"{source['date']}, commit {source['commit']}, {source['machine']}{kind}:"
-
-
-def _run_note(source: Mapping[str, str]) -> str:
-    size = source.get("size", "")
-    kind = f"{size} run" if source["kind"] == "run" else source["kind"]
-    return f"{source['date']}, {kind}"
-
-
-def _table(rows: Sequence[ResultRow]) -> str:
-    """Columns in which no row has a value are left out."""
-    columns: dict[str, list[str]] = {
-        "row": [f"`{row['row']}`" for row in rows],
-        "polyrank": [
-            f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
-            for row in rows
-        ],
-        "beside it": [_peer(row) for row in rows],
-        "ratio": [number(row["ratio"]) for row in rows],
-        "share of the floor": [number(row["share_of_floor"]) for row in rows],
-    }
-    filled_columns = {name: cells for name, cells in columns.items() if any(cells)}
-    lines = [
-        f"| {' | '.join(filled_columns)} |",
-        f"| --- {'| ---: ' * (len(filled_columns) - 1)}|",
-        *(f"| {' | '.join(cells)} |" for cells in zip(*filled_columns.values(), strict=True)),
-    ]
-    return "\n".join(lines)
+    origin = f"{source['date']}, commit {source['commit']}, {source['machine']}{kind}"
+    return f"    {source['command']}  # {run}: {origin}{'. ' if about else ''}{about}"
 
 
 def _peer(row: ResultRow) -> str:
     value, peer_name = number(row["peer"]), row["detail"].get("peer")
     return f"{value} ({peer_name})" if value and peer_name else value
-
-
-def _notes(rows: Sequence[ResultRow]) -> str:
-    row_notes = [(row["row"], row["detail"]["note"]) for row in rows if "note" in row["detail"]]
-    return "\n".join(f"- `{name}`: {note}" for name, note in row_notes)
 
 
 def _growth(curves: Sequence[Curve], picture_file: str) -> str:
@@ -281,7 +272,7 @@ def number(value: float | None) -> str:
 
 _ROW, _LEFT, _WIDTH = 18, 330, 300
 _MOST = 4.0  # times the bound; what is above ends there
-_COLOURS = {"met": "#2a7f62", "**missed**": "#c1552f"}
+_COLOURS = {MET: "#2a7f62", MISSED: "#c1552f"}
 _SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
 
 

@@ -3,14 +3,12 @@ it."""
 
 from __future__ import annotations
 
-import io
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from pipeline.classification.metrics import best_threshold
 from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
 from pipeline.drafts import Draft
+from pipeline.files import npy
 from pipeline.models.sources import Source
 from pipeline.tasks.records import TaskRecord
 from pipeline.tasks.resources import best_device
@@ -62,13 +61,12 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
     if "vectors" not in out.marks():
         began = time.perf_counter()
         model = encoder.load(source.local(), config, device)
-        buffer = io.BytesIO()
-        np.save(buffer, model.vectors(distinct).numpy())
-        storage.write_bytes(out.path(_VECTORS), buffer.getvalue())
+        vectors = model.vectors(distinct).numpy()
+        storage.write_bytes(out.path(_VECTORS), npy.to_bytes(vectors))
         out.mark("vectors", TaskRecord(counts={"texts": len(distinct)}))
         print(f"{len(distinct):,} texts have vectors after {time.perf_counter() - began:.1f} s "
               f"({model.ranker.precision})", flush=True)  # fmt: skip
-    vectors_NF = torch.from_numpy(np.load(io.BytesIO(storage.read_bytes(out.path(_VECTORS)))))
+    vectors_NF = torch.from_numpy(npy.from_bytes(storage.read_bytes(out.path(_VECTORS))))
     return Vectors({text: place for place, text in enumerate(distinct)}, vectors_NF.to(device))
 
 

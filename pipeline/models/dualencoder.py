@@ -39,7 +39,7 @@ class DualEncoder(VectorNetwork):
         self.context_projection = self.candidate_projection = None
         width = context_encoder.width
         if config.projection:
-            self.context_projection = _projection(width, config.projection)
+            self.context_projection = _projection(width, config.projection, config.projection_bias)
             shared = config.share_towers
             self.candidate_projection = (
                 self.context_projection if shared else copy.deepcopy(self.context_projection)
@@ -70,8 +70,7 @@ class DualEncoder(VectorNetwork):
         hidden_BTD = self._context_outputs(tokens)
         with no_autocast(hidden_BTD):
             vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
-            if self.context_projection is not None:
-                vectors_BMD = self.context_projection(vectors_BMD)
+            vectors_BMD = self._project(self.context_projection, vectors_BMD)
             return self.cut(vectors_BMD, self.dimensions), mask_BM
 
     def encode_candidates(self, tokens: Tokens) -> Tensor:
@@ -80,9 +79,14 @@ class DualEncoder(VectorNetwork):
         with no_autocast(hidden_NTD):
             hidden_NTD = hidden_NTD.float() * self.config.output_scaling
             vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
-            if self.candidate_projection is not None:
-                vectors_ND = self.candidate_projection(vectors_ND)
+            vectors_ND = self._project(self.candidate_projection, vectors_ND)
             return self.cut(vectors_ND, self.dimensions)
+
+    def _project(self, projection: nn.Linear | None, vectors: Tensor) -> Tensor:
+        if projection is None:
+            return vectors
+        projected: Tensor = projection(vectors)
+        return projected.tanh() if self.config.projection_activation == "tanh" else projected
 
     def attention_to_tokens(self, tokens: Tokens) -> Tensor:
         return self.token_weights(self._context_outputs(tokens), tokens.mask_BT)
@@ -121,9 +125,11 @@ class DualEncoder(VectorNetwork):
         return vectors
 
 
-def _projection(width: int, narrower: int) -> nn.Linear:
+def _projection(width: int, narrower: int, has_bias: bool) -> nn.Linear:
     """Starts as a random rotation, cut: on average it keeps the products of vectors."""
-    layer = nn.Linear(width, narrower, bias=False)
+    layer = nn.Linear(width, narrower, bias=has_bias)
     with torch.no_grad():
+        if has_bias:
+            nn.init.zeros_(layer.bias)
         nn.init.orthogonal_(layer.weight, gain=math.sqrt(width / narrower))
     return layer

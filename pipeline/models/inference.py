@@ -19,7 +19,6 @@ from pipeline.models import cpu
 from pipeline.models.network import TextEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import Tokenizer
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
@@ -183,12 +182,11 @@ def pair_row_scores(
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """[N] scores of N pairs of a row of `Ranker.context_rows` and one of `Ranker.candidate_rows`."""
-    network, tokenizer = ranker.cross, ranker.tokenizer
-    assert isinstance(tokenizer, Tokenizer)
+    network = ranker.cross
 
     def forward(places: list[int]) -> Tensor:
         contexts, candidates = zip(*(pairs[place] for place in places), strict=True)
-        return network.score_pairs(tokenizer.pairs(contexts, candidates).to(ranker.device))
+        return network.score_pairs(ranker.pairs(contexts, candidates).to(ranker.device))
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
     return _run_in_batches(ranker, lengths, batch_tokens, forward)

@@ -41,11 +41,12 @@ from pipeline.models.settings import (
     ConvertConfig,
     CrossConfig,
     DualConfig,
+    OnEncoderConfig,
     PolyConfig,
     RankerConfig,
     read_settings,
 )
-from pipeline.models.tokens import RowTokenizer, Tokenizer
+from pipeline.models.tokens import RowTokenizer, Tokenizer, Tokens
 from pipeline.models.transformer import Encoder
 
 OnEncoder = DualEncoder | CrossEncoder
@@ -142,10 +143,25 @@ class Ranker(nn.Module):
         return next(self.parameters()).device
 
     def context_rows(self, contexts: Sequence[Sequence[str]]) -> list[list[int]]:
+        if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
+            limit, prompt = self.config.max_context_tokens, self.config.context_prompt
+            return self.tokenizer.contexts(contexts, limit, prompt)
         return self.tokenizer.contexts(contexts, self.config.max_context_tokens)
 
     def candidate_rows(self, texts: Sequence[str]) -> list[list[int]]:
+        if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
+            limit, prompt = self.config.max_candidate_tokens, self.config.candidate_prompt
+            return self.tokenizer.candidates(texts, limit, prompt)
         return self.tokenizer.candidates(texts, self.config.max_candidate_tokens)
+
+    def pairs(
+        self, contexts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]
+    ) -> Tokens:
+        """Padded pairs of a row of `context_rows` and one of `candidate_rows`. Raises BadInput for a ranker
+        that does not read both together."""
+        self.config.require_pairs()
+        assert isinstance(self.config, CrossConfig) and isinstance(self.tokenizer, Tokenizer)
+        return self.tokenizer.pairs(contexts, candidates, self.config.separators)
 
     def save(self, folder: Path) -> None:
         """Writes the directory; safetensors only."""
@@ -238,7 +254,7 @@ def new_network(
     """
     needed = {"context": config.max_context_tokens, "candidate": config.max_candidate_tokens}
     if isinstance(config, CrossConfig):
-        needed = {"context_tokens + max_candidate": sum(needed.values()) - 1}
+        needed = {"context_tokens + max_candidate": sum(needed.values()) + config.separators - 2}
     positions = min(tower.positions for tower in (encoder, candidate_encoder) if tower is not None)
     for name, tokens in needed.items():
         if tokens > positions:

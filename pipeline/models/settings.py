@@ -27,6 +27,7 @@ _HAS_CODES = read_when({"ranker.context_codes": ("learnt",)})
 _HAS_HEADS = read_when(
     {"ranker.code_attention": ("multi_head",), "ranker.candidate_attention": ("multi_head",)}
 )
+_HAS_POOLER = read_when({"ranker.pooler": (True,)})
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -130,6 +131,11 @@ class OnEncoderConfig(ScorerConfig):
 
     output_scaling: float = 1.0
     """Factor on the encoder's outputs; 0.06 for weights pre-trained without weight decay."""
+    context_prompt: str = ""
+    """Text before every context, such as "query: " for E5. If both prompts are empty, jobs.finetune takes
+    those that the encoder's own configuration names."""
+    candidate_prompt: str = ""
+    """Text before every candidate, such as "passage: "."""
 
     ABOVE_0 = (*ScorerConfig.ABOVE_0, "output_scaling")
 
@@ -149,6 +155,10 @@ class DualConfig(OnEncoderConfig):
     """Use one encoder for both sides."""
     projection: int = 0
     """Width of the vectors, by a linear layer per tower; 0: the encoder's own width."""
+    projection_bias: bool = False
+    """The projection has a bias, as in LaBSE."""
+    projection_activation: Literal["none", "tanh"] = "none"
+    """What follows the projection: tanh in LaBSE."""
     vector_length: float = 0.0
     """Every vector is scaled to this L2 norm, so that a product is a cosine times its square (4.5:
     20 · cosine); 0: vectors stay as they are."""
@@ -239,12 +249,22 @@ class CrossConfig(OnEncoderConfig):
 
     architecture: Literal["cross"] = "cross"
     """Context and candidate in one sequence."""
-    head: Literal["first", "two_means"] = "first"
-    """first: the score is a linear function of the first output, as in the paper. two_means: plus the product
-    of the mean outputs of both texts, so that a ranker which starts from a bi-encoder with shared towers
-    scores nearly as it does."""
+    head: Literal["first", "mean", "two_means"] = "first"
+    """first: the score is a linear function of the first output, as in the paper; mean: of the mean of all.
+    two_means: the first, plus the product of the mean outputs of both texts, so that a ranker which starts
+    from a bi-encoder with shared towers scores nearly as it does."""
     pooler: bool = False
-    """A layer with tanh before the score, as BERT's classifiers have."""
+    """A layer with an activation before the score, as BERT's classifiers have."""
+    pooler_activation: Literal["tanh", "gelu", "relu"] = field(default="tanh", metadata=_HAS_POOLER)
+    """The activation of the pooler: tanh as in BERT and RoBERTa, gelu as in ELECTRA and ModernBERT."""
+    pooler_norm: bool = field(default=False, metadata=_HAS_POOLER)
+    """Layer normalisation after the pooler, as in ModernBERT."""
+    separators: int = 1
+    """Separators between context and candidate: 2 for RoBERTa's family, else 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.separators in (1, 2), "ranker.separators", self.separators, "1, 2")
 
     @property
     def vectors_per_context(self) -> int:

@@ -5,6 +5,7 @@ What travels to workers is a `Source`, not a folder: each node of a cluster make
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 from pipeline.drafts import folder_entries
 from pipeline.files import fingerprints, node_cache
 from pipeline.models.settings import SETTINGS, read_settings
@@ -104,6 +105,53 @@ def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     if storage.exists(storage.join(uri, SENTENCE_TRANSFORMERS)):
         return open_external(uri)
     return open_encoder(uri)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is put before contexts and candidates."""
+
+    context: str = ""
+    candidate: str = ""
+
+
+def read_prompts(folder: Path) -> Prompts:
+    """The prompts of a model that sentence-transformers saved, by the rules of its `encode_query` and
+    `encode_document`: those named query, and document, passage or corpus, else the one that
+    `default_prompt_name` names. Version 6.2 applies no passage, corpus or default prompt, against its pages.
+
+    Raises BadInput for a configuration that is not to be read.
+    """
+    path = folder / "config_sentence_transformers.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not to be read ({error})") from None
+    prompts, default_name = config.get("prompts") or {}, config.get("default_prompt_name")
+    require(default_name is None or default_name in prompts, f"{path}: default_prompt_name",
+            default_name, ", ".join(prompts) or "none")  # fmt: skip
+    default = prompts.get(default_name, "")
+    documents = [prompts[name] for name in ("document", "passage", "corpus") if name in prompts]
+    return Prompts(prompts.get("query", default), documents[0] if documents else default)
+
+
+def read_modules(folder: Path) -> tuple[str, list[str]]:
+    """(the reduction of a model that sentence-transformers saved: first, mean or another one's name; the
+    kinds of the modules behind it, such as Dense). For another folder ("", [])."""
+    path = folder / SENTENCE_TRANSFORMERS
+    if not path.exists():
+        return "", []
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        kinds = [module["type"].split(".")[-1] for module in modules]
+        pooling = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
+        config = json.loads(pooling.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", []  # only its encoder is used
+    flags = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
+    mode = config.get("pooling_mode") or (flags[0] if len(flags) == 1 else "several")
+    names = {"cls": "first", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
+    return names.get(str(mode), str(mode)), kinds[kinds.index("Pooling") + 1 :]
 
 
 def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[str, Any]]:

@@ -80,7 +80,7 @@ class RowTokenizer(Protocol):
         """Writes what `load_ranker` needs."""
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def set_template(tokenizer: PreTrainedTokenizerBase, separators: int = 1) -> None:
     """Makes the tokenizer add the special tokens where polyrank does: [CLS] a [SEP], [CLS] a [SEP] b [SEP].
 
     polyrank adds their ids and needs no template. Other programs that load the tokenizer do.
@@ -88,7 +88,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase) -> None:
     cls, sep = tokenizer.cls_token, tokenizer.sep_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=[cls, "$A", sep],
-        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        pair=[cls, "$A", *[sep] * separators, "$B:1", f"{sep}:1"],
         special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
     )
 
@@ -145,30 +145,43 @@ class Tokenizer:
         texts = self._fast.decode_batch([list(pair) for pair in pairs], skip_special_tokens=False)
         return [text.removeprefix(first) for text, first in zip(texts, firsts, strict=True)]
 
-    def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
-        """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._cut_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)
+    def contexts(
+        self, contexts: Sequence[Sequence[str]], max_tokens: int, prompt: str = ""
+    ) -> list[list[int]]:
+        """One row of ids per context, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
+        texts = ["\n".join(turns) for turns in contexts]
+        rows = self._cut_ids(texts, max_tokens - 2, True, prompt)
         return [[self.cls, *row, self.sep] for row in rows]
 
-    def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._cut_ids(texts, max_tokens - 2, newest=False)
+    def candidates(
+        self, texts: Sequence[str], max_tokens: int, prompt: str = ""
+    ) -> list[list[int]]:
+        """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
+        rows = self._cut_ids(texts, max_tokens - 2, False, prompt)
         return [[self.cls, *row, self.sep] for row in rows]
 
-    def _cut_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
-        """The last or the first `keep` ids of each text; of a long one no more is tokenised than they
-        need."""
+    def _cut_ids(
+        self, texts: Sequence[str], keep: int, newest: bool, prompt: str
+    ) -> list[list[int]]:
+        """`keep` ids of each text: those of the prompt, and the last or the first of the rest; of a long one
+        no more is tokenised than they need."""
+        prompt_ids = min(keep, len(self.ids([prompt.rstrip()])[0])) if prompt else 0
         rows: list[list[int]] = [[] for _ in texts]
         places, characters = list(range(len(texts))), max(1, keep) * _CHARACTERS_PER_TOKEN
         cut_text = _tail if newest else _head
         while places:
             parts = [cut_text(texts[place], characters) for place in places]
             unfinished = []
-            for place, part, ids in zip(places, parts, self.ids(parts), strict=True):
-                rows[place] = ids[max(0, len(ids) - keep) :] if newest else ids[:keep]
+            for place, part, ids in zip(
+                places, parts, self.ids([prompt + part for part in parts]), strict=True
+            ):
+                surplus = max(0, len(ids) - keep)
+                rows[place] = (
+                    ids[:prompt_ids] + ids[prompt_ids + surplus :] if newest else ids[:keep]
+                )
                 is_cut_in_word = len(part) == characters
                 spare = _SPARE_TOKENS_IN_WORD if is_cut_in_word else _SPARE_TOKENS
-                if len(part) < len(texts[place]) and len(ids) < keep + spare:
+                if len(part) < len(texts[place]) and len(ids) - prompt_ids < keep + spare:
                     unfinished.append(place)
             places, characters = unfinished, characters * 4
         return rows
@@ -178,12 +191,17 @@ class Tokenizer:
         return self._pad(rows)._replace(segments_BT=None)
 
     def pairs(
-        self, contexts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]
+        self,
+        contexts: Sequence[Sequence[int]],
+        candidates: Sequence[Sequence[int]],
+        separators: int = 1,
     ) -> Tokens:
-        """Pads pairs of a row of `contexts` and a row of `candidates`: [CLS] a [SEP] b [SEP]."""
-        rows = [[*a, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
+        """Pads pairs of a row of `contexts` and a row of `candidates`: [CLS] a [SEP] b [SEP], with as many
+        `separators` between them."""
+        more = [self.sep] * (separators - 1)
+        rows = [[*a, *more, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
         tokens = self._pad(rows)
-        context_length_B = torch.tensor([len(context) for context in contexts])
+        context_length_B = torch.tensor([len(context) + len(more) for context in contexts])
         place_T = torch.arange(tokens.ids_BT.shape[1])
         segments_BT = ((place_T >= context_length_B[:, None]) & tokens.mask_BT).long()
         return tokens._replace(segments_BT=segments_BT)

@@ -14,6 +14,7 @@ Axes: N contexts or texts, M vectors of a context, D dimensions, T tokens, C can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -111,13 +112,17 @@ class Ranker:
         max_candidate_tokens: int = 0,
         precision: Precision = "auto",
         device: str = "auto",
+        context_prompt: str | None = None,
+        candidate_prompt: str | None = None,
     ) -> Ranker:
-        """Loads a model that sentence-transformers saved: a bi-encoder, or a CrossEncoder of BERT.
+        """Loads a model that sentence-transformers saved: a bi-encoder, or a CrossEncoder.
 
         `path`: its folder, here or in an object store, or its name on the Hugging Face hub.
         `max_context_tokens`, `max_candidate_tokens`: longer texts are truncated; 0: as many as the model
-        takes. The vectors are those of `SentenceTransformer.encode`. `jobs.convert_model` writes the model
-        as a ranker.
+        takes. `context_prompt`, `candidate_prompt`: the text before each context and candidate; None: what
+        the model's configuration names. Some models, such as intfloat/e5-small-v2, name theirs ("query: ",
+        "passage: ") only on their page. The vectors are those of `SentenceTransformer.encode_query` and
+        `encode_document`. `jobs.convert_model` writes the model as a ranker.
 
         Raises BadInput for a model that a ranker cannot reproduce.
         """
@@ -132,6 +137,11 @@ class Ranker:
         lengths = from_sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
         folder = ranker_files.external_folder(str(path))
         module = from_sentence_transformers.load(folder, lengths)
+        prompts = {"context_prompt": context_prompt, "candidate_prompt": candidate_prompt}
+        set_prompts: dict[str, Any] = {
+            n: prompt for n, prompt in prompts.items() if prompt is not None
+        }
+        module.config = replace(module.config, **set_prompts)
         return cls(_prepare(module, precision, device), str(path))
 
     # Its properties

@@ -17,7 +17,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.models.tokens import Tokens
 from pipeline.training.batches import PLACE, ExampleRow
 from pipeline.training.finetune_settings import Taught
 from pipeline.training.negatives import RightAnswers, answer_keys, example_columns, right_answers
@@ -315,9 +315,7 @@ class PairCollator:
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
         contexts = self._ranker.context_rows([item.context for item in items])
         candidates = _candidate_rows(self._ranker, items)
-        tokenizer = self._ranker.tokenizer
-        assert isinstance(tokenizer, Tokenizer)
-        pairs = tokenizer.pairs(
+        pairs = self._ranker.pairs(
             [context for context, rows in zip(contexts, candidates, strict=True) for _ in rows],
             [ids for rows in candidates for ids in rows],
         )

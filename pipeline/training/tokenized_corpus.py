@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import tempfile
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.corpora.schema import Split, example_files
 from pipeline.drafts import Draft, file_entry, folder_entries
+from pipeline.files import npy
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.tasks.records import FileEntry, TaskRecord, sum_counts
@@ -112,7 +112,7 @@ class TokenizedCorpus:
     def token_counts(self) -> Ints:
         """How often each token occurs in train: int64 [vocabulary]."""
         data = storage.read_bytes(storage.join(self.artifact.uri, _COUNTS))
-        counts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
+        counts: Ints = npy.from_bytes(data)
         return counts
 
 
@@ -158,9 +158,9 @@ def tokenize(
         raise BadInput(f"--corpus {corpus.uri}: no example of train/ has a context and a response")
     total_V = np.zeros(vocabulary.size, np.int64)
     for task in tasks:
-        total_V += np.load(io.BytesIO(storage.read_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"))))
+        total_V += npy.from_bytes(storage.read_bytes(draft.path(_TASK_COUNTS, f"{task}.npy")))
     files = [entry for record in records for entry in record.files]
-    files.append(draft.write_file(_COUNTS, _npy(total_V)))
+    files.append(draft.write_file(_COUNTS, npy.to_bytes(total_V)))
     tokenizer_files, version = _write_tokenizer(draft, source)
     facts = {"vocabulary": asdict(vocabulary), "tokenizer_version": version}
     counts = sum_counts(record.counts for record in records)
@@ -237,7 +237,7 @@ def _tokenize_shard(
             counts[f"tokens.{name}.{column}"] += len(ids_N)
             if name == "train":
                 count_V += np.bincount(ids_N, minlength=vocabulary_size)
-    storage.write_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"), _npy(count_V))
+    storage.write_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"), npy.to_bytes(count_V))
     return TaskRecord(files=files, counts=dict(counts), dropped=dict(dropped))
 
 
@@ -289,9 +289,3 @@ def _write_tokenizer(draft: Draft, source: Source) -> tuple[list[FileEntry], str
         storage.upload(folder.parent, draft.staging)
         version = digest([file_entry("", (folder / "tokenizer.json").read_bytes())["sha256"]])
         return folder_entries(folder.parent), version
-
-
-def _npy(values: Ints) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    return buffer.getvalue()

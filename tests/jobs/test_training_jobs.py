@@ -6,6 +6,7 @@ On a cluster, killed and started again: test_end_to_end.py.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -240,6 +241,46 @@ def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
 
 
 # What is refused
+
+
+def test_prompts_of_a_published_encoder_go_from_ranker_to_ranker(
+    run_job_here, convai2_corpus, encoder, tmp_path
+):
+    published = tmp_path / "published"
+    shutil.copytree(encoder, published)
+    prompts = {"prompts": {"query": "query: ", "document": "passage: "}}
+    (published / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    start = published
+    for name in ("bi", "poly"):
+        argv = arguments(name, convai2_corpus.uri, start, tmp_path / name, "--finetune.epochs", 0)
+        done = run_job_here("finetune", *argv)
+        assert "prompts of the encoder: 'query: ' before contexts, 'passage: '" in done.stdout
+        start = tmp_path / name
+        ranker = load_ranker(start)
+        assert ranker.candidate_rows(["tea"]) == ranker.tokenizer.candidates(["passage: tea"], 48)
+        assert ranker.context_rows([["tea"]]) == ranker.tokenizer.contexts([["query: tea"]], 48)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind}
+               for kind in ("Transformer", "Pooling", "Dense", "Normalize")]  # fmt: skip
+    (published / "modules.json").write_text(json.dumps(modules))
+    (published / "Pooling").mkdir()
+    for mode, said in (
+        ({"pooling_mode_cls_token": True}, "'first'"),
+        ({"pooling_mode": "max"}, "'max'"),
+    ):
+        (published / "Pooling" / "config.json").write_text(json.dumps(mode))
+        argv = arguments("bi", convai2_corpus.uri, published, tmp_path / said, "--dry-run", "true")
+        shown = run_job_here("finetune", *argv).stdout
+        assert (
+            f"trained with the reduction {said}, this ranker has --ranker.reduction mean" in shown
+        )
+        assert "the encoder's Dense layer is left out" in shown
+    by_hand = arguments(
+        "bi", convai2_corpus.uri, published, tmp_path / "own", "--finetune.epochs", 0,
+        "--ranker.context-prompt", "ask: ",
+    )  # fmt: skip
+    assert run_job_here("finetune", *by_hand).code == 0
+    config = load_ranker(tmp_path / "own").config
+    assert (config.context_prompt, config.candidate_prompt) == ("ask: ", "")
 
 
 @pytest.fixture

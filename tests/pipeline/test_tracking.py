@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -83,8 +84,21 @@ def test_a_run_shows_the_whole_ancestry_with_the_runs_that_made_it(tmp_path):
     tags = run_of(child).data.tags
     assert tags["input.corpus.run_id"] == parent.manifest["run_id"]
     note = tags["mlflow.note.content"]
-    assert str(tmp_path / "parent") in note and parent.manifest["run_id"] in note
-    assert SOURCE["uri"] in note
+    link = rf"\* corpus: \[parent\]\(#/experiments/\d+/runs/{parent.manifest['run_id']}\)"
+    assert re.search(link, note)
+    assert f"* input: {Path(SOURCE['uri']).name} {SOURCE['fingerprint']}" in note
+    assert str(tmp_path) not in note
+
+
+def test_an_evaluation_is_noted_on_the_registered_versions_of_the_model(tmp_path):
+    model, other, corpus = (make(tmp_path / name, name.encode()) for name in ("a", "b", "faq"))
+    for artifact in (model, other):
+        tracking.register("quality", artifact, "candidate")
+    numbers = {"R_at_1/20": 0.5, "MRR": 0.6, "R_at_1/20.low": 0.4321, "R_at_1/20.high": 0.6}
+    tracking.note_quality(model, corpus, numbers)
+    versions = mlflow.MlflowClient().search_model_versions("name = 'quality'")
+    noted = {str(version.version): version.tags.get("R_at_1/20 on faq") for version in versions}
+    assert noted == {"1": "0.500 (0.432 to 0.600)", "2": None}
 
 
 def test_a_run_keeps_the_manifest(tmp_path):

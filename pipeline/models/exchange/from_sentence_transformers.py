@@ -1,21 +1,26 @@
 """Loads a ranker from a model that sentence-transformers saved.
 
-    modules.json            Transformer → Pooling (cls, mean) → Dense → Normalize: a bi-encoder,
+    modules.json            Transformer → Pooling (cls, mean) → Dense (LaBSE: tanh) → Normalize: a bi-encoder,
                             the last two only where there are any; one model serves both sides
     context/, candidate/    two of these, as our export writes them: one model a side
     modules.json            Transformer → Pooling (cls) → Dense with tanh → Dense: a cross-encoder
-    config.json             of a BertForSequenceClassification with one label: a cross-encoder,
-                            whose scores are those before the activation (a sigmoid, mostly)
+    config.json             of a …ForSequenceClassification with one label (`_CLASSIFIERS`): a
+                            cross-encoder, whose scores are those before the activation (a sigmoid, mostly)
 
-A model with any other part is refused. Weights are read from safetensors only, and no code of the model is
-run. Contexts that are too long keep their end, not their beginning.
+The prompts that `config_sentence_transformers.json` names become those of contexts and candidates, as
+`encode_query` and `encode_document` apply them. A model with any other part is refused. Weights are read
+from safetensors only, and no code of the model is run. Contexts that are too long keep their end, not their
+beginning.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +30,8 @@ from torch import Tensor
 
 from pipeline.config import BadInput, require
 from pipeline.models.ranker import Ranker, new_network, set_head
-from pipeline.models.settings import BiConfig, CrossConfig, Reduction
+from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
+from pipeline.models.sources import Prompts, read_prompts
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
@@ -36,7 +42,19 @@ _REDUCTIONS: dict[str, Reduction] = {
     "pooling_mode_mean_tokens": "mean",
 }
 _ACTIVATIONS = {"Identity": False, "Tanh": True}
-_CLASSIFIER = "BertForSequenceClassification"  # others have other layers before the score
+_CLASSIFIERS = {
+    "albert": ("albert.pooler", "tanh", "classifier"),
+    "bert": ("bert.pooler.dense", "tanh", "classifier"),
+    "camembert": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "deberta-v2": ("pooler.dense", "pooler_hidden_act", "classifier"),
+    "distilbert": ("pre_classifier", "relu", "classifier"),
+    "electra": ("classifier.dense", "gelu", "classifier.out_proj"),
+    "modernbert": ("head.dense", "classifier_activation", "classifier"),
+    "mpnet": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "xlm-roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
+}
+"""By the model type: the layer before the score, its activation or the name of that setting, the score."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +89,21 @@ class _Chain:
     layers: tuple[_Dense, ...]
     length: float
     """The length of the vectors; 0: any."""
+    prompts: Prompts
 
 
 def load(folder: Path, lengths: Lengths) -> Ranker:
     """The ranker of a folder. Raises BadInput, in one line, for a model that a ranker cannot reproduce."""
     try:
-        return _load(folder, lengths)
+        ranker = _load(folder, lengths)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BadInput(f"{folder}: not in the form of sentence-transformers ({error!r})") from None
+    config = ranker.config
+    assert isinstance(config, OnEncoderConfig)
+    if config.context_prompt or config.candidate_prompt:
+        print(f"{folder}: prompts of its configuration: {config.context_prompt!r} before contexts, "
+              f"{config.candidate_prompt!r} before candidates", file=sys.stderr)  # fmt: skip
+    return ranker
 
 
 def _load(folder: Path, lengths: Lengths) -> Ranker:
@@ -88,8 +113,10 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
     architecture = (config.get("architectures") or [""])[0]
     if architecture.endswith("ForSequenceClassification"):
-        require(architecture == _CLASSIFIER, f"{folder}: architecture", architecture, _CLASSIFIER)
-        return _classifier(_transformer(folder), lengths)
+        kind = config.get("model_type")
+        require(kind in _CLASSIFIERS, f"{folder / 'config.json'}: model_type", kind,
+                ", ".join(_CLASSIFIERS))  # fmt: skip
+        return _classifier(_transformer(folder), config, lengths)
     metadata = folder / "config_sentence_transformers.json"
     # Older models do not say their type.
     kind = _json(metadata).get("model_type") if metadata.exists() else None
@@ -119,20 +146,28 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
     for side, chain in zip(("context", "candidate"), chains, strict=False):
         folder = chain.transformer.folder
         for layer in chain.layers:
-            if len(chain.layers) > 1 or layer.bias is not None or layer.tanh:
-                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one, without "
-                               "bias and activation")  # fmt: skip
+            if len(chain.layers) > 1:
+                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one")
             weights[f"{side}_projection.weight"] = layer.weight
+            if layer.bias is not None:
+                weights[f"{side}_projection.bias"] = layer.bias
+    projections = context.layers[:1]
     config = BiConfig(
         reduction=context.reduction,
+        projection_bias=any(layer.bias is not None for layer in projections),
+        projection_activation="tanh" if any(layer.tanh for layer in projections) else "none",
         share_towers=len(chains) == 1,
         projection=len(context.layers[0].weight) if context.layers else 0,
         vector_length=context.length,
         max_context_tokens=lengths.context or context.transformer.max_tokens,
         max_candidate_tokens=lengths.candidate or candidate.transformer.max_tokens,
+        context_prompt=context.prompts.context,
+        candidate_prompt=candidate.prompts.candidate,
     )
     texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
-    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length)
+    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
+        [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
+    )
     if not are_alike or len(texts) > 1:
         raise BadInput(f"{context.transformer.folder}, {candidate.transformer.folder}: not the same "
                        "tokenizer, Pooling and Normalize on both sides")  # fmt: skip
@@ -155,35 +190,57 @@ def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
     return _pair_ranker(chain.transformer, weights, lengths)
 
 
-def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
-    names = {"pooler": "bert.pooler.dense", "score": "classifier"}
+def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: Lengths) -> Ranker:
+    """A head of `transformers`: dropout aside, layer → activation → norm, if any → score."""
+    pooler, activation, score = _CLASSIFIERS[config["model_type"]]
     saved_weights = _weights(transformer.folder)
     weights = {
-        f"{name}.{part}": saved_weights[f"{saved_name}.{part}"]
-        for name, saved_name in names.items()
-        for part in ("weight", "bias")
+        "pooler.weight": saved_weights[f"{pooler}.weight"],
+        "score.weight": saved_weights[f"{score}.weight"],
+        "score.bias": saved_weights[f"{score}.bias"],
     }
-    return _pair_ranker(transformer, weights, lengths)
+    no_bias = torch.zeros(len(weights["pooler.weight"]))
+    weights["pooler.bias"] = saved_weights.get(f"{pooler}.bias", no_bias)
+    settings = {"pooler_activation": config.get(activation, activation)}
+    if config["model_type"] == "modernbert":
+        require(
+            "head.norm.bias" not in saved_weights, f"{transformer.folder}: norm_bias", True, "false"
+        )
+        require(config.get("norm_eps", 1e-5) == 1e-5, f"{transformer.folder}: norm_eps",
+                config.get("norm_eps"), "1e-05")  # fmt: skip
+        weights["pooler_norm.weight"] = saved_weights["head.norm.weight"]
+        settings["head"] = _REDUCTIONS[config["classifier_pooling"]]
+    return _pair_ranker(transformer, weights, lengths, settings)
 
 
-def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths) -> Ranker:
+def _pair_ranker(
+    transformer: _Transformer,
+    weights: dict[str, Tensor],
+    lengths: Lengths,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Ranker:
     """The model limits a pair; by default either text may take half of the limit."""
-    total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
-    require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
-            f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
-    candidate = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
-    config = CrossConfig(
-        pooler="pooler.weight" in weights,
-        max_context_tokens=lengths.context or total - candidate,
-        max_candidate_tokens=candidate,
-    )
     tokenizer, encoder = transformer.tokenizer, transformer.encoder
     encoding = tokenizer.hf.backend_tokenizer.encode("a b", "c")
-    batch = tokenizer.pairs(tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9))
+    (context,), (candidate,) = tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9)
+    separators = 1 + len(encoding.ids) - len(context + candidate[1:])
+    batch = tokenizer.pairs([context], [candidate], separators)
     assert batch.segments_BT is not None
     same_ids = encoding.ids == batch.ids_BT[0].tolist()
     if not same_ids or (encoder.segments and encoding.type_ids != batch.segments_BT[0].tolist()):
         raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
+    total = transformer.max_tokens + 2 - separators  # the candidate's [CLS] is not in the pair
+    require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
+            f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
+    kept = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
+    config = CrossConfig(
+        pooler="pooler.weight" in weights,
+        max_context_tokens=lengths.context or total - kept,
+        max_candidate_tokens=kept,
+        pooler_norm="pooler_norm.weight" in weights,
+        separators=separators,
+        **settings,
+    )
     return _ranker(config, transformer, weights)
 
 
@@ -206,9 +263,6 @@ def _chain(folder: Path) -> _Chain:
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
-    metadata = folder / "config_sentence_transformers.json"
-    if metadata.exists() and (prompt := _json(metadata).get("default_prompt_name")) is not None:
-        raise BadInput(f"{metadata}: default_prompt_name: {prompt!r} is not allowed; allowed: none")
     layers: list[_Dense] = []
     length = 0.0
     for kind, place in modules[2:]:
@@ -219,7 +273,13 @@ def _chain(folder: Path) -> _Chain:
         else:
             layers.append(_dense(place))
     transformer = _transformer(modules[0][1])
-    return _Chain(transformer, _reduction(modules[1][1]), tuple(layers), length)
+    prompts = read_prompts(folder)
+    if prompts != Prompts():
+        pooling = modules[1][1] / "config.json"
+        require(
+            _json(pooling).get("include_prompt", True), f"{pooling}: include_prompt", False, "true"
+        )
+    return _Chain(transformer, _reduction(modules[1][1]), tuple(layers), length, prompts)
 
 
 def _transformer(folder: Path) -> _Transformer:

@@ -37,7 +37,10 @@ from pipeline.models.transformer import Encoder
 
 _POOLING = {"first": "cls", "mean": "mean"}
 _IDENTITY = "torch.nn.modules.linear.Identity"
-_TANH = "torch.nn.modules.activation.Tanh"
+_ACTIVATIONS = {
+    name: f"torch.nn.modules.activation.{layer}"
+    for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
+}
 
 
 @dataclass(frozen=True)
@@ -74,31 +77,41 @@ def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
     encoder = network.context_encoder
     modules = _vector_modules(network, encoder, network.context_projection)
     tokens = config.max_context_tokens
-    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata)
+    prompt = _prompt_metadata("query", config.context_prompt)
+    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata | prompt)
     encoder = network.candidate_encoder
     modules = _vector_modules(network, encoder, network.candidate_projection)
     tokens = config.max_candidate_tokens
-    _write_model(folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata)
+    prompt = _prompt_metadata("document", config.candidate_prompt)
+    _write_model(
+        folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata | prompt
+    )
 
 
 @_export.register
 def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
-    if network.product_gain is not None:
+    config = network.config
+    if config.head not in _POOLING:
+        raise BadInput(f"ranker.head: {config.head!r} is unknown to sentence-transformers; allowed: "
+                       f"{', '.join(_POOLING)}")  # fmt: skip
+    if config.pooler_norm or config.context_prompt or config.candidate_prompt:
         raise BadInput(
-            "ranker.head: 'two_means' is unknown to sentence-transformers; allowed: first"
+            "ranker.pooler_norm, prompts: unknown to a CrossEncoder of modules; allowed: none"
         )
-    scaling = network.output_scaling
-    modules = [_pooling(network.encoder, "cls")]
+    scaling = config.output_scaling
+    modules = [_pooling(network.encoder, _POOLING[config.head])]
     if network.pooler is not None:
         weight, bias = network.pooler.weight, network.pooler.bias
-        modules.append(_dense(weight * scaling, bias, activation=_TANH))
+        modules.append(
+            _dense(weight * scaling, bias, activation=_ACTIVATIONS[config.pooler_activation])
+        )
         scaling = 1.0
     weight, bias = network.score.weight * scaling, network.score.bias
     modules.append(_dense(weight, bias, output="scores"))
-    tokens = ranker.config.max_context_tokens + ranker.config.max_candidate_tokens - 1
+    tokens = config.max_context_tokens + config.max_candidate_tokens + config.separators - 2
     metadata = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
-    tokenizer = _tokenizer(ranker.tokenizer)
+    tokenizer = _tokenizer(ranker.tokenizer, config.separators)
     _write_model(folder, network.encoder, tokenizer, tokens, "left", modules, metadata)
 
 
@@ -110,13 +123,25 @@ def _vector_modules(
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
     matrix = matrix[: dual.dimensions] * config.output_scaling
-    if not torch.equal(matrix, torch.eye(encoder.width)):
-        modules.append(_dense(matrix))
+    bias = (
+        None
+        if projection is None or projection.bias is None
+        else projection.bias[: dual.dimensions]
+    )
+    if config.projection and config.projection_activation == "tanh":
+        modules.append(_dense(matrix, bias, activation=_ACTIVATIONS["tanh"]))
+    elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
+        modules.append(_dense(matrix, bias))
     if config.vector_length:
         modules.append(_Module("Normalize", {}))
         if config.vector_length != 1:
             modules.append(_dense(torch.eye(dual.dimensions) * config.vector_length))
     return modules
+
+
+def _prompt_metadata(name: str, prompt: str) -> dict[str, Any]:
+    """What makes `encode` put the prompt before each text."""
+    return {"prompts": {name: prompt}, "default_prompt_name": name} if prompt else {}
 
 
 def _pooling(encoder: Encoder, mode: str) -> _Module:
@@ -140,11 +165,11 @@ def _dense(
     return _Module("Dense", config, weights)
 
 
-def _tokenizer(tokenizer: RowTokenizer) -> Tokenizer:
+def _tokenizer(tokenizer: RowTokenizer, separators: int = 1) -> Tokenizer:
     """A copy that adds the special tokens by itself."""
     assert isinstance(tokenizer, Tokenizer)
     plain = Tokenizer(copy.deepcopy(tokenizer.hf))
-    set_template(plain.hf)
+    set_template(plain.hf, separators)
     return plain
 
 

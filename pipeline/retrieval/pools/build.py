@@ -7,7 +7,6 @@ task of its own, which a resumed job does not repeat.
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from pipeline import shards, storage
 from pipeline.arrays import Floats
 from pipeline.config import BadInput
 from pipeline.drafts import Draft
-from pipeline.retrieval.pools.candidates import arrow_file, npy_file
+from pipeline.files import npy
+from pipeline.files.prefetch import map_prefetched
+from pipeline.retrieval.pools.candidates import arrow_file
 from pipeline.retrieval.pools.pool import ROTATION
 from pipeline.retrieval.pools.sketch import MISSED, fit_rotation, sketch
 from pipeline.retrieval.pools.vector_format import LENGTH, Layer, decode
-from pipeline.retrieval.pools.verdict_tasks import ahead
 from pipeline.tasks.records import FileEntry, TaskRecord
 
 # The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
@@ -63,8 +63,8 @@ def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list
     """Writes a shard's rows and vectors; returns the files' entries for the manifest."""
     files = {
         f"rows/{name}.arrow": arrow_file(rows),
-        f"vectors/{name}.npy": npy_file(vectors.matrix),
-        f"norms/{name}.npy": npy_file(vectors.norms),
+        f"vectors/{name}.npy": npy.to_bytes(vectors.matrix),
+        f"norms/{name}.npy": npy.to_bytes(vectors.norms),
     }
     return _write_together(draft, files, len(rows))
 
@@ -95,7 +95,7 @@ def index(
     if "rotation" in marks:
         rotation = marks.record("rotation", TaskRecord)
     else:
-        entry = draft.write_file(ROTATION, npy_file(_make_rotation(draft, names, dimensions)))
+        entry = draft.write_file(ROTATION, npy.to_bytes(_make_rotation(draft, names, dimensions)))
         rotation = TaskRecord(files=[entry])
         draft.mark("rotation", rotation)
     tasks = {f"sketch-{name}": name for name in names}
@@ -114,7 +114,7 @@ def _make_rotation(draft: Draft, names: Sequence[str], dimensions: int) -> Float
         layer, _ = _read_vectors(draft, name)
         return decode(layer.take(slice(None, None, -(-len(layer.matrix) // _SAMPLE_ROWS))))
 
-    samples = ahead(read_sample, names[:: -(-len(names) // _SAMPLE_SHARDS) or 1])
+    samples = map_prefetched(read_sample, names[:: -(-len(names) // _SAMPLE_SHARDS) or 1])
     return fit_rotation(np.concatenate([np.empty((0, dimensions), np.float32), *samples]))
 
 
@@ -125,8 +125,8 @@ def _make_sketch(draft: Draft, task: str, name: str) -> SketchRecord:
     lengths = layer.norms[LENGTH].astype(np.float64)
     missed_shares = shard_sketch.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
     files = {
-        f"sketch/{name}.npy": npy_file(shard_sketch.matrix),
-        f"sketch_norms/{name}.npy": npy_file(shard_sketch.norms),
+        f"sketch/{name}.npy": npy.to_bytes(shard_sketch.matrix),
+        f"sketch_norms/{name}.npy": npy.to_bytes(shard_sketch.norms),
     }
     return SketchRecord(
         files=_write_together(draft, files, rows),
@@ -160,7 +160,7 @@ def _read_vectors(draft: Draft, name: str, array_file: str = "") -> tuple[Layer,
     """(a shard's vectors, the array in `array_file`), read at the same time."""
 
     def load(file: str) -> Any:
-        return np.load(io.BytesIO(storage.read_bytes(draft.path(file))), allow_pickle=False)
+        return npy.from_bytes(storage.read_bytes(draft.path(file)))
 
     files = [f"vectors/{name}.npy", f"norms/{name}.npy", *([array_file] if array_file else [])]
     with ThreadPoolExecutor(len(files)) as pool:

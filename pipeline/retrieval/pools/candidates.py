@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
+from pipeline.files import npy
 from pipeline.retrieval.pools.changes import RowSet
 from pipeline.tasks.records import TaskRecord
 
@@ -118,7 +118,7 @@ def read_keys(draft: Draft, part: str) -> Keys:
 
     Raises BadInput where an earlier version of polyrank wrote them.
     """
-    keys: Keys = np.load(io.BytesIO(storage.read_bytes(draft.path(_FOLDER, f"{part}.npy"))))
+    keys: Keys = npy.from_bytes(storage.read_bytes(draft.path(_FOLDER, f"{part}.npy")))
     if keys.shape[1] <= BYTES:
         raise BadInput(
             f"{draft.staging}: holds an unfinished job of another version of polyrank; remove it"
@@ -196,7 +196,7 @@ def _stage_piece(
             for name, text, hash_ in zip(*(table[n].to_pylist() for n in range(3)), strict=True)
         ]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
-        draft.write_file(f"{_FOLDER}/{part}.npy", npy_file(np.array(keys, np.uint64)))
+        draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.array(keys, np.uint64)))
         parts.append((part, len(rows)))
     rejects = raw.Rejects.joined(account.malformed, account.dropped)
     rejects.save(draft, task, privacy)
@@ -306,9 +306,3 @@ def arrow_file(table: pa.Table) -> pa.Buffer:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     return sink.getvalue()
-
-
-def npy_file(array: np.ndarray[Any, Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()

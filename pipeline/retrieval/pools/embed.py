@@ -29,7 +29,7 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import SHARD_PREFIX, Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
+from pipeline.retrieval.pools.verdicts import PlanInput, TextQuery
 from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 from pipeline.tasks.actors import Actors

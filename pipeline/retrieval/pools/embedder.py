@@ -42,7 +42,7 @@ from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
-from pipeline.retrieval.pools.verdict_tasks import NEW
+from pipeline.retrieval.pools.verdicts import NEW
 from pipeline.tasks.resources import best_device
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors

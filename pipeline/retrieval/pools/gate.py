@@ -19,8 +19,8 @@ from pipeline import storage
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
+from pipeline.files.prefetch import map_prefetched
 from pipeline.retrieval.pools.changes import Changes
-from pipeline.retrieval.pools.verdict_tasks import ahead
 
 KEY_DIGITS = 16
 # Norms so many times the mean, or the mean so many times a norm, are no norms of texts.
@@ -227,7 +227,7 @@ def read_answers(draft: Draft, names: Iterable[str], gate_name: str) -> Iterator
         data = storage.read_bytes(draft.path(_answers_file(name, gate_name)))
         return ShardAnswers(**json.loads(data))
 
-    return ahead(read, names)
+    return map_prefetched(read, names)
 
 
 def _answers_file(name: str, gate_name: str) -> str:

@@ -10,18 +10,18 @@ import numpy as np
 from pipeline.arrays import Ints
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
+from pipeline.files.prefetch import map_prefetched
 from pipeline.retrieval.pools import candidates, verdicts
 from pipeline.retrieval.pools.changes import Changes, RowSet
-from pipeline.retrieval.pools.verdict_tasks import (
+from pipeline.retrieval.pools.verdicts import (
     NEW,
     REASONS,
     SAME_ID,
     Files,
     PlanInput,
     TextQuery,
-    ahead,
+    Verdicts,
 )
-from pipeline.retrieval.pools.verdicts import Verdicts
 
 SHARD_PREFIX = "part-"
 _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memory
@@ -70,7 +70,7 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -
     kept_rows = decided.changes.new + decided.changes.changed + decided.changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept_rows // _LEAST_SHARDS)))
     shards = _cut_shards(draft, decided.plan, parts, size)
-    repeated_rows = _rows_at(draft, parts, decided.samples[SAME_ID][:1])
+    repeated_rows = _rows_at(draft, parts, _sampled(decided, SAME_ID)[:1])
     first_rows = _rows_at(draft, parts, decided.first)
     return Plan(
         shards={f"{SHARD_PREFIX}{number:05d}": slices for number, slices in enumerate(shards)},
@@ -100,7 +100,7 @@ def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> I
 
     slices: Slices = []
     rows = size = 0
-    for part, kept_rows, ends in ahead(read_part, parts):
+    for part, kept_rows, ends in map_prefetched(read_part, parts):
         start = 0
         while start < len(kept_rows):
             if rows >= rows_per_shard or size >= _SHARD_BYTES:
@@ -121,13 +121,17 @@ def _count_dropped(draft: Draft, parts: Files, decided: Verdicts) -> dict[str, i
     """Counts dropped candidates by reason, and saves the first ones as samples."""
     rejects = raw.Rejects()
     for verdict, reason in REASONS.items():
-        places = decided.samples[verdict]
+        places = _sampled(decided, verdict)
         for place, (name, text) in zip(places, _rows_at(draft, parts, places), strict=True):
             rejects.add(reason, "all candidates", place + 1, f"id {name!r}: {text!r}")
         if reason in decided.dropped:
             rejects.counts[reason] = decided.dropped[reason]
     rejects.save(draft, "plan")
     return dict(rejects.counts)
+
+
+def _sampled(decided: Verdicts, verdict: int) -> list[int]:
+    return [place for sample_verdict, place in decided.samples if sample_verdict == verdict]
 
 
 def _rows_at(draft: Draft, parts: Files, places: Sequence[int]) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ import ctypes
 import math
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.lib import format as npy
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.files import npy
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Layer
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -27,9 +26,6 @@ _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-_HEADER = re.compile(
-    r"\{'descr': '([^']+)', 'fortran_order': (True|False), 'shape': \(([\d, ]*)\), \}\s*"
-)
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def load_matrix(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.nda
     Raises BadInput where it is none, or of another dtype or shape.
     """
     with _damage_named(path), path.open("rb") as file:
-        file_shape, is_fortran, file_dtype = _read_header(file)
+        file_shape, is_fortran, file_dtype = npy.read_header(file)
         matrix: np.ndarray[Any, Any] = np.frombuffer(
             _map(file), file_dtype, math.prod(file_shape), file.tell()
         )
@@ -129,18 +125,6 @@ def load_matrix(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.nda
         raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
                        f"{np.dtype(dtype)} {expected_shape}")  # fmt: skip
     return matrix
-
-
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether columns come first, dtype). NumPy evaluates the header as Python, which fails in Python
-    3.11 where two threads do so at once ("AST constructor recursion depth mismatch")."""
-    version = npy.read_magic(file)
-    length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
-    header = _HEADER.fullmatch(file.read(length).decode("latin1"))
-    if not header:
-        raise ValueError("not the header of a matrix")
-    dtype, is_fortran, sizes = header.groups()
-    return tuple(map(int, re.findall(r"\d+", sizes))), is_fortran == "True", np.dtype(dtype)
 
 
 @contextmanager

@@ -1,70 +1,85 @@
-"""The verdict on every candidate of a pool, by tasks that each hold one bucket of hashes.
+"""The verdict on every candidate of a pool: a few queries of DuckDB over the keys of all rows, in one task.
 
 A verdict is an int64: the place of the candidate's text in the version before, `NEW` where the text has none
 there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the content (the text and its values to
-filter by) or the id.
-
-    keys       group    the keys of a million rows or so: of the candidates, of the version before, of
-                        unfinished builds                              → filed by text and by id
-    texts      bucket   the first candidate with each content, and where the earlier builds have its text
-                                                                       → filed by id
-    ids        bucket   the first of them with each id keeps it        → filed by group, losers by text
-    verdicts   group    all verdicts, in the order of the candidates
-
-A candidate that loses its id leaves its content to a later one: `texts` and `ids` come again, in rounds,
-until none loses. Where no id has two contents that is one round. Which candidates stay does not depend on the
-earlier builds.
+filter by) or the id. Verdicts are those of candidates that come one by one, each of which takes its content
+and its id if both are free. They do not depend on earlier builds.
 
     _plan/<plan>/file-00000-000.npy              the verdicts on that part of the candidates
     _plan/<plan>/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for
                                                  those that are to be copied from there
 
-Every group and bucket has a million rows or so: a task holds some 200 MB, whatever the size of the pool. The
-driver holds the names of the parts and the files, 100 bytes for 16,384 rows: 1.2 MB for 100 million
-candidates and as many rows before. A pool of one bucket is planned in the driver's process.
+The task holds a quarter of the node's memory at most, and DuckDB writes the rest to the node's disk: 10
+million candidates beside as many rows before take 18 to 25 s and 2.9 GB on 2 cores.
 """
 
 from __future__ import annotations
 
 import functools
-import io
-import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import duckdb
 import numpy as np
+import pyarrow as pa
 
 from pipeline import shards, storage
-from pipeline.arrays import Ints
+from pipeline.arrays import Ints, Keys
+from pipeline.config import BadInput, digest
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
+from pipeline.files import npy
+from pipeline.files.prefetch import map_prefetched
+from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.changes import Changes, RowSet
-from pipeline.retrieval.pools.verdict_tasks import (
-    FOLDER,
-    NEW,
-    REASONS,
-    Files,
-    GroupRecord,
-    IdsRecord,
-    PlanInput,
-    PlanJob,
-    TextQuery,
-    bucket_count,
-    compare_task,
-    groups_of,
-    ids_task,
-    keys_task,
-    texts_task,
-    verdicts_task,
-)
 from pipeline.tasks import executors
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.tasks.records import TaskRecord
+
+NEW, SAME_TEXT, SAME_ID = -1, -2, -3
+REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
+_FOLDER = "_plan"
+_SMALL_ROWS = 1 << 20
+_MEMORY_SHARE = 0.25
+
+Files = Sequence[tuple[str, int]]
+"""(part, or URI of a file of rows; its rows) each"""
+Database = duckdb.DuckDBPyConnection
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """The summary of the tasks; the verdicts themselves are in files."""
+class PlanInput:
+    """The input of a plan; places count over all files of a kind."""
+
+    candidates: Files
+    """Parts."""
+    before: Files = ()
+    """Files of the version before."""
+    unfinished: Files = ()
+    """Files of builds that were never finished, for texts that are not copied from the version before."""
+    copies: bool = True
+    """Whether any text is copied from the version before."""
+    same_columns: bool = True
+    """Whether the version before has the same columns to filter by."""
+
+
+@dataclass(frozen=True)
+class TextQuery:
+    """Further questions about the candidates that are kept."""
+
+    texts: int = 0
+    """How many texts with the lowest keys to return."""
+    hashes: Sequence[str] = ()
+    """Hashes of texts to look for, by their first 16 digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts(TaskRecord):
+    """The summary; the verdicts themselves are in files."""
 
     plan: str
     """The plan's name, by which `read_verdicts` finds them."""
@@ -73,114 +88,245 @@ class Verdicts:
     """Candidates whose text the version before has."""
     salvaged: int
     """Candidates whose vectors come from unfinished builds."""
-    dropped: dict[str, int]
-    samples: dict[int, list[int]]
-    """The first places with each verdict of `REASONS`, some."""
+    samples: list[tuple[int, int]]
+    """(verdict, place) of the first candidates with each verdict of `REASONS`, some."""
     first: list[int]
-    """The places of the texts with the lowest keys."""
+    """The places of the texts with the lowest keys. A text with several values counts once."""
     present: list[str]
     new_rows: RowSet
     """The candidates whose ids the version before lacks."""
 
 
-def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
-    """Writes the verdicts on all candidates, of which there is at least one.
+@dataclass(frozen=True, kw_only=True)
+class _ChangesRecord(TaskRecord):
+    changes: Changes = field(default_factory=lambda: Changes(0, 0, 0, 0))
 
-    They are those of candidates that come one by one, each of which takes its content and its id if both are
-    free.
-    """
-    job = PlanJob.of(rows, query)
-    with _executor(job):
-        _file_keys(
-            draft, job, {"candidates": ["text"], "before": ["text", "id"], "unfinished": ["text"]}
-        )
-        for rounds in itertools.count(1):
-            texts = functools.partial(texts_task, job=job, round_number=rounds)
-            tasks = job.buckets("texts", rounds)
-            shards.run_tasks(draft, tasks, texts, "plan: texts", TaskRecord)
-            ids = functools.partial(ids_task, job=job, round_number=rounds, query=query)
-            tasks = job.buckets("ids", rounds)
-            id_records = shards.run_tasks(draft, tasks, ids, "plan: ids", IdsRecord)
-            if not any(record.lost for record in id_records):
-                break
-        verdicts = functools.partial(verdicts_task, job=job, rounds=rounds)
-        tasks = {f"{job.name}-verdicts-{n:05d}": n for n in range(len(job.groups["candidates"]))}
-        group_records = shards.run_tasks(draft, tasks, verdicts, "plan: verdicts", GroupRecord)
-    samples = {
-        verdict: [place for r in group_records for v, place in r.samples if v == verdict][
-            : raw.MAX_SAMPLES
-        ]
-        for verdict in REASONS
-    }
-    lowest = dict[int, int]()  # a text with several values counts once, by its first place
-    for key, place in sorted(pair for record in id_records for pair in record.first):
-        lowest.setdefault(key, place)
-    present = {hash_ for record in id_records for hash_ in record.present}
-    return Verdicts(
-        plan=job.name,
-        changes=_sum_changes(id_records, rows.before),
-        known=sum(record.known for record in id_records),
-        salvaged=sum(record.salvaged for record in id_records),
-        dropped=sum_counts(record.dropped for record in group_records),
-        samples=samples,
-        first=list(lowest.values())[: query.texts],
-        present=[hash_ for hash_ in query.hashes if hash_ in present],
-        new_rows=sum((record.new_rows for record in id_records), RowSet()),
-    )
+
+def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
+    """Writes the verdicts on all candidates, of which there is at least one."""
+    files = [list(map(list, kind)) for kind in (rows.candidates, rows.before, rows.unfinished)]
+    flags = [rows.copies, rows.same_columns, query.texts, list(query.hashes)]
+    # A job that is resumed after the version before or the query has changed makes another plan.
+    plan = f"plan-{digest([files, flags])[:8]}"
+    work = functools.partial(_decide, rows=rows, query=query)
+    with _executor(rows.candidates, rows.before, rows.unfinished):
+        (decided,) = shards.run_tasks(draft, {plan: ""}, work, "plan", Verdicts)
+    return decided
 
 
 def compare(draft: Draft, rows: Files, before: Files, same_columns: bool = True) -> Changes:
-    """The ids of a published version beside those of another one; `draft` is for the files of the tasks.
+    """The ids of a published version beside those of another one; `draft` is for the mark of the task.
 
     `same_columns`: whether both have the same columns to filter by.
     """
-    groups = {"after": groups_of(rows), "before": groups_of(before)}
-    job = PlanJob("compare", bucket_count(rows, before), groups, False, same_columns)
-    with _executor(job):
-        _file_keys(draft, job, {"after": ["id"], "before": ["id"]})
-        work = functools.partial(compare_task, job=job)
-        records = shards.run_tasks(draft, job.buckets("ids"), work, "versions: ids", IdsRecord)
-    return _sum_changes(records, before)
+    work = functools.partial(_compare, rows=rows, before=before, same_columns=same_columns)
+    with _executor(rows, before):
+        (record,) = shards.run_tasks(draft, {"compare": ""}, work, "versions", _ChangesRecord)
+    return record.changes
 
 
-def is_small(*files: Files) -> bool:
-    """Whether one bucket holds the rows. A cluster then gains nothing, and takes seconds to start."""
-    return bucket_count(*files) == 1
+def is_small(*kinds: Files) -> bool:
+    """Whether the plan takes a second or so. A cluster then gains nothing, and takes seconds to start."""
+    return max(sum(rows for _, rows in files) for files in kinds) <= _SMALL_ROWS
 
 
 def read_verdicts(draft: Draft, plan: str, part: str) -> Ints:
-    data = storage.read_bytes(draft.path(FOLDER, plan, f"{part}.npy"))
-    verdicts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
+    data = storage.read_bytes(draft.path(_FOLDER, plan, f"{part}.npy"))
+    verdicts: Ints = npy.from_bytes(data)
     return verdicts
 
 
 def read_salvaged(draft: Draft, plan: str, part: str) -> Ints:
     """Places in unfinished builds; all NEW if there are no such builds."""
-    uri = draft.path(FOLDER, plan, f"{part}-unfinished.npy")
+    uri = draft.path(_FOLDER, plan, f"{part}-unfinished.npy")
     if not storage.exists(uri):
         return np.full(len(read_verdicts(draft, plan, part)), NEW, np.int64)
-    places: Ints = np.load(io.BytesIO(storage.read_bytes(uri)), allow_pickle=False)
+    places: Ints = npy.from_bytes(storage.read_bytes(uri))
     return places
 
 
-def _executor(job: PlanJob) -> AbstractContextManager[object]:
-    """The executor of the tasks: this process for a job of one bucket, else the cluster."""
-    return executors.in_this_process() if job.bucket_count == 1 else nullcontext()
+# -------------------------------------------------------------------------------------------------
+# The tasks
 
 
-def _sum_changes(records: Sequence[IdsRecord], before: Files) -> Changes:
-    new, changed, same = (
-        sum(getattr(record, name) for record in records) for name in ("new", "changed", "same")
-    )
+def _executor(*kinds: Files) -> AbstractContextManager[object]:
+    return executors.in_this_process() if is_small(*kinds) else nullcontext()
+
+
+def _decide(draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery) -> Verdicts:
+    with _database() as db:
+        _read(db, "candidates", lambda part: _keys_of_part(draft, part), rows.candidates)
+        _read(db, "before", _published_keys, rows.before)
+        _read(db, "unfinished", _published_keys, rows.unfinished)
+        _keep_first(db)
+        db.execute(f"""
+            CREATE TABLE verdicts AS
+                SELECT kept.place, coalesce(b.place, {NEW}) AS verdict, CASE
+                    WHEN {rows.copies} AND b.place IS NOT NULL THEN {NEW}
+                    ELSE coalesce(u.place, {NEW}) END AS unfinished
+                FROM kept
+                LEFT JOIN (SELECT text, min(place) AS place FROM before GROUP BY text) b USING (text)
+                LEFT JOIN (SELECT text, min(place) AS place FROM unfinished GROUP BY text) u USING (text)
+            UNION ALL
+                SELECT place, {SAME_ID}, {NEW} FROM lost
+            UNION ALL
+                SELECT place, {SAME_TEXT}, {NEW}
+                FROM candidates ANTI JOIN kept USING (place) ANTI JOIN lost USING (place)
+        """)
+        _write(db, draft, plan, rows)
+        dropped = _rows(
+            db, "SELECT verdict, count(*) FROM verdicts WHERE verdict < -1 GROUP BY verdict"
+        )
+        samples = "SELECT verdict, place FROM verdicts WHERE verdict = ? ORDER BY place LIMIT ?"
+        lowest = "SELECT min(place) FROM kept GROUP BY text ORDER BY text LIMIT ?"
+        wanted = "SELECT DISTINCT text FROM kept SEMI JOIN (SELECT unnest(?::UBIGINT[]) AS text) USING (text)"
+        new_rows = "SELECT id, content FROM kept ANTI JOIN before USING (id)"
+        keys = [int(hash_, 16) for hash_ in query.hashes]
+        present = {key for (key,) in _rows(db, wanted, keys)}
+        return Verdicts(
+            plan=plan,
+            changes=_count_changes(db, "kept", rows.same_columns, rows.before),
+            known=_number(db, "SELECT count(*) FROM verdicts WHERE verdict >= 0"),
+            salvaged=_number(db, "SELECT count(*) FROM verdicts WHERE unfinished >= 0"),
+            dropped={REASONS[verdict]: count for verdict, count in dropped},
+            counts={"records": sum(count for _, count in rows.candidates)},
+            samples=[
+                row for verdict in REASONS for row in _rows(db, samples, verdict, raw.MAX_SAMPLES)
+            ],
+            first=[place for (place,) in _rows(db, lowest, query.texts)],
+            present=[
+                hash_ for hash_, key in zip(query.hashes, keys, strict=True) if key in present
+            ],
+            new_rows=sum((RowSet.of(*columns) for columns in _columns(db, new_rows)), RowSet()),
+        )
+
+
+def _compare(
+    draft: Draft, task: str, _: str, rows: Files, before: Files, same_columns: bool
+) -> _ChangesRecord:
+    with _database() as db:
+        _read(db, "after", _published_keys, rows)
+        _read(db, "before", _published_keys, before)
+        return _ChangesRecord(changes=_count_changes(db, "after", same_columns, before))
+
+
+@contextmanager
+def _database() -> Iterator[Database]:
+    """A database in a folder of its own, which is removed at the end. It downloads nothing."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with tempfile.TemporaryDirectory(prefix="polyrank-plan-") as folder:
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": f"{memory * _MEMORY_SHARE / 1e6:.0f}MB",
+            "temp_directory": folder,
+            "preserve_insertion_order": False,
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
+        with duckdb.connect(Path(folder) / "plan.duckdb", config=settings) as db:
+            db.execute("SET enable_progress_bar = false")  # the task has a bar
+            yield db
+
+
+def _keys_of_part(draft: Draft, part: str) -> Keys:
+    return candidates.read_keys(draft, part)[:, : candidates.BYTES]
+
+
+def _published_keys(uri: str) -> Keys:
+    try:
+        return candidates.read_published_keys(uri)
+    except FileNotFoundError:  # a dry run holds no lock
+        raise BadInput(
+            f"{uri}: another job has published or removed this build meanwhile; the same command makes a new "
+            "plan"
+        ) from None
+
+
+def _read(db: Database, table: str, read: Callable[[str], Keys], files: Files) -> None:
+    """Makes a table of the files' keys, with the place of each row."""
+    db.execute(f"CREATE TABLE {table} (text UBIGINT, content UBIGINT, id UBIGINT, place BIGINT)")
+    start = 0
+    for keys in map_prefetched(read, [name for name, _ in files]):
+        columns = [*keys.T, np.arange(start, start + len(keys))]
+        rows = pa.table(dict(zip(("text", "content", "id", "place"), columns, strict=True)))
+        db.from_arrow(rows).insert_into(table)
+        start += len(keys)
+
+
+def _keep_first(db: Database) -> None:
+    """Makes the tables `kept`, of the candidates that stay, and `lost`, of those that lose their id.
+
+    A candidate that loses its id leaves its content to a later one, so this comes again until none loses.
+    Where no id has two contents that is one round.
+    """
+    db.execute("CREATE TABLE lost (place BIGINT)")
+    while True:
+        db.execute("""
+            CREATE OR REPLACE TABLE first_with_content AS
+                SELECT min(place) AS place, arg_min(text, place) AS text, content, arg_min(id, place) AS id
+                FROM candidates ANTI JOIN lost USING (place) GROUP BY content
+        """)
+        db.execute("""
+            CREATE OR REPLACE TABLE kept AS
+                SELECT min(place) AS place, arg_min(text, place) AS text,
+                       arg_min(content, place) AS content, id
+                FROM first_with_content GROUP BY id
+        """)
+        lost = "INSERT INTO lost SELECT place FROM first_with_content ANTI JOIN kept USING (place)"
+        if not _number(db, lost):
+            return
+
+
+def _count_changes(db: Database, table: str, same_columns: bool, before: Files) -> Changes:
+    """The ids of a table beside those before; each is there once at most.
+
+    Where the columns to filter by are others, the texts alone are compared: else every id would have changed,
+    and the gate would refuse what was asked for.
+    """
+    key = "content" if same_columns else "text"
+    counts = f"""
+        SELECT count(*) FILTER (before.id IS NULL), count(*) FILTER (now.{key} != before.{key}),
+               count(*) FILTER (now.{key} = before.{key})
+        FROM {table} now LEFT JOIN before USING (id)
+    """
+    ((new, changed, same),) = _rows(db, counts)
     return Changes(new, changed, same, sum(rows for _, rows in before) - same - changed)
 
 
-def _file_keys(draft: Draft, job: PlanJob, keys_of_kind: dict[str, list[str]]) -> None:
-    """Files the rows of each kind by the keys in `keys_of_kind`."""
-    tasks = {
-        name: f"{kind} {number}"
-        for kind in keys_of_kind
-        for number, name in enumerate(job.keys(kind))
-    }
-    work = functools.partial(keys_task, job=job, keys_of_kind=keys_of_kind)
-    shards.run_tasks(draft, tasks, work, "plan: keys", TaskRecord)
+def _write(db: Database, draft: Draft, plan: str, rows: PlanInput) -> None:
+    """A file of verdicts for each part, and where there are unfinished builds one of places in them."""
+    batches = _columns(db, "SELECT verdict, unfinished FROM verdicts ORDER BY place")
+
+    def parts() -> Iterator[tuple[str, Ints, Ints]]:
+        verdicts = unfinished = np.empty(0, np.int64)
+        for name, count in rows.candidates:
+            while len(verdicts) < count:
+                more_verdicts, more_unfinished = next(batches)
+                verdicts = np.concatenate([verdicts, more_verdicts])
+                unfinished = np.concatenate([unfinished, more_unfinished])
+            yield name, verdicts[:count], unfinished[:count]
+            verdicts, unfinished = verdicts[count:], unfinished[count:]
+
+    def write(part: tuple[str, Ints, Ints]) -> None:
+        name, verdicts, unfinished = part
+        file = f"{_FOLDER}/{plan}/{name}"
+        draft.write_file(f"{file}.npy", npy.to_bytes(verdicts))
+        if rows.unfinished:
+            draft.write_file(f"{file}-unfinished.npy", npy.to_bytes(unfinished))
+
+    for _ in map_prefetched(write, parts()):
+        pass
+
+
+def _rows(db: Database, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    return db.execute(query, values).fetchall()
+
+
+def _number(db: Database, query: str) -> int:
+    return int(_rows(db, query)[0][0])
+
+
+def _columns(db: Database, query: str) -> Iterator[list[Any]]:
+    """The columns of the result as arrays, a million rows at a time."""
+    reader: pa.RecordBatchReader = db.sql(query).to_arrow_reader(1 << 20)
+    for batch in reader:
+        yield [column.to_numpy() for column in batch.columns]

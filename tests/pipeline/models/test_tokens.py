@@ -85,6 +85,22 @@ def test_a_long_text_has_the_tokens_of_the_whole(make, pieces, fillers, max_toke
     assert [row[1:-1] for row in contexts] == kept
 
 
+def test_a_prompt_stays_where_a_text_is_truncated(tiny):
+    tokenizer = tiny.tokenizer()
+    short, long = text(range(3)), text(range(100))
+    prompt = tokenizer.ids(["w7 w8"])[0]
+    contexts = tokenizer.contexts([[short], [long]], 12, "w7 w8 ")
+    candidates = tokenizer.candidates([short, long, ""], 12, "w7 w8 ")
+    kept = 10 - len(prompt)
+    short_ids, long_ids = tokenizer.ids([short, long])
+    assert [row[1:-1] for row in contexts] == [prompt + short_ids, prompt + long_ids[-kept:]]
+    assert [row[1:-1] for row in candidates] == [
+        prompt + short_ids, prompt + long_ids[:kept], prompt
+    ]  # fmt: skip
+    (row,) = tokenizer.contexts([[long]], 3, "w7 w8 ")  # no room for more than one token
+    assert row[1:-1] == prompt[:1]
+
+
 def test_of_a_long_context_only_the_end_is_tokenised(tiny, monkeypatch):
     """1.3 MB took half a second, and all of it was cut away."""
     tokenizer, seen = tiny.tokenizer(), []

@@ -20,7 +20,7 @@ from pipeline.retrieval.pools import candidates, embedder, gate, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
-from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
+from pipeline.retrieval.pools.verdicts import PlanInput, TextQuery
 from pipeline.tasks.records import to_json
 
 from .conftest import stage_rows, write_version_before

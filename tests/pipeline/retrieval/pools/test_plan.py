@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from pipeline import storage
 from pipeline.config import from_dict, to_dict
-from pipeline.drafts import Draft, task_marks
-from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
+from pipeline.drafts import Draft
+from pipeline.retrieval.pools import candidates, plan, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.plan import Plan
-from pipeline.retrieval.pools.verdict_tasks import NEW, PlanInput, TextQuery
+from pipeline.retrieval.pools.verdicts import NEW, PlanInput, TextQuery
 from pipeline.tasks import executors
 
 from .conftest import stage_rows, write_version_before
@@ -101,7 +101,6 @@ class Maker:
 def make(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(candidates, "_PART_ROWS", 3)
-    patch.setattr(verdict_tasks, "_BUCKET_ROWS", 4)  # several buckets, and several groups of parts
     patch.setattr(os, "fsync", lambda file: None)  # a plan has a hundred small files
     yield Maker(tmp_path_factory.mktemp("plans"))
     patch.undo()
@@ -201,7 +200,6 @@ def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, s
 
 def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
     monkeypatch.setattr(candidates, "_PART_ROWS", 1000)
-    monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 1000)
     rows = [(str(n), f"text {n}") for n in range(1600)]
     assert len(make(rows[:512], rows_per_shard=10_000)[0].shards) == 1
     assert len(make(rows[:513], rows_per_shard=10_000)[0].shards) == 2
@@ -322,30 +320,12 @@ def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
     )
 
 
-@pytest.mark.slow
-def test_no_task_has_more_than_a_bucket_or_a_group_of_rows(make):
-    rows = [(str(n % 40), f"text {n % 50}") for n in range(60)]
-    made, _, _ = make(rows, [(str(n), f"text {n}") for n in range(30)])
-    assert made.rows == len(one_by_one(rows)[0])
-    counts = {
-        task: json.loads(record)["counts"]["records"]
-        for task, record in task_marks(make.out.staging).items()
-        if "-keys-" in task or "-verdicts-" in task
-    }
-    of_candidates = [count for task, count in counts.items() if "-candidates-" in task]
-    assert (
-        sum(of_candidates) == 60 and len(of_candidates) == 20
-    )  # parts of three rows, groups of four
-    assert max(count for task, count in counts.items() if "-before-" not in task) <= 4
-
-
-def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monkeypatch):
+def test_a_small_pool_is_planned_in_the_process_of_the_driver(make, monkeypatch):
     """Ray Data takes longer for one task than a small plan does."""
 
     def on_cluster(*_: object) -> None:
         raise AssertionError("a task went to the cluster")
 
-    monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 100)
     monkeypatch.setattr("pipeline.shards.run_on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
@@ -353,7 +333,8 @@ def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monk
     assert verdicts.is_small(sources.candidates, sources.before)
 
 
-def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
+def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "_SMALL_ROWS", 0)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     on_cluster = plan.make(out, sources, 10, TextQuery(3))
