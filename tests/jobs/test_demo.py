@@ -253,7 +253,7 @@ def test_the_demo_goes_from_dumps_to_answers(run_job, sample_files, short_recipe
     assert len(finished.stdout.splitlines()[-1]) < 500
     assert set(summary["r_at_1"]) == {"chance", "tf-idf", "bm25", "bi", "poly", "cross"}
     details = json.loads(Path(summary["details"]).read_text())
-    assert {"A ranker, bi", "A pool of articles", "The service"} <= set(details["seconds"])
+    assert {"Ranker: bi", "A pool of articles", "The service"} <= set(details["seconds"])
     for ranked in details["answers"].values():
         assert len(ranked) >= 3
     assert (work / "demo.png").stat().st_size > 10_000
