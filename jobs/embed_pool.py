@@ -17,6 +17,8 @@ from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
+from pipeline.models.settings import read_settings
+from pipeline.models.truncation import Truncated
 from pipeline.retrieval.pools import (
     build,
     candidates,
@@ -330,6 +332,11 @@ def _embed(
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
         print(f"pool {config.name}: {note}", flush=True)
+    truncated = sum((record.truncated for record in records), Truncated())
+    if line := truncated.line(
+        "candidates", read_settings(job.made_from.model.uri).max_candidate_tokens
+    ):
+        print(f"pool {config.name}: {line}", flush=True)
     names = [name for name, r in zip(plan_record.plan.shards, records, strict=True) if r.check]
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions

@@ -285,8 +285,8 @@ def _ask_models(
 
 def _truncations(models: Mapping[str, Artifact], question_set: Questions) -> list[str]:
     """A line for each model that does not read all texts to their end."""
-    from pipeline.evaluation.truncation import truncation
     from pipeline.models.ranker import load_ranker
+    from pipeline.models.truncation import truncation
 
     lines = {
         name: truncation(load_ranker(model.local()), question_set.contexts, question_set.texts)

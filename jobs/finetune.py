@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs import program
 from pipeline import cost, registry
@@ -22,6 +22,9 @@ from pipeline.models.sources import Prompts, Source, open_encoder, read_modules,
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
+
+if TYPE_CHECKING:
+    from pipeline.models.ranker import Ranker
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
@@ -111,6 +114,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         return program.artifact_summary(out, already_there=True)
     question_count, left_out = task.validated
     _print_validation(question_count, left_out)
+    _print_truncation(task.ranker, corpus)
     if config.register_as:
         tracking.prepare_registration(config.register_as)
     with tracking.start("finetune", out) as tracked, cluster.session(for_tasks=True):
@@ -223,6 +227,17 @@ def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:
     if question_count:
         reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
         print(f"validation: {question_count:,} examples of valid/ are asked{reasons}", flush=True)
+
+
+def _print_truncation(ranker: Ranker, corpus: Artifact) -> None:
+    """Prints how many of the first training texts are longer than the ranker reads."""
+    from pipeline.evaluation.drawn_rows import read_rows
+    from pipeline.models.truncation import SAMPLED, truncation
+
+    rows = read_rows(corpus, "train", range(min(SAMPLED, corpus.rows("train/"))))
+    contexts, responses = [row["context"] for row in rows], [row["response"] for row in rows]
+    if line := truncation(ranker, contexts, responses):
+        print(f"train: {line}", flush=True)
 
 
 def _register(config: Config, ranker: Artifact) -> None:

@@ -139,6 +139,10 @@ def run(config: Config) -> program.Summary:
     config.check_environment()
     files = storage.expand(config.input)
     if config.format == "pairs":
+        guessed, guess = pairs.with_guessed_columns(files, config.pairs, config.reading)
+        if guess:
+            print(guess, file=sys.stderr, flush=True)
+        config = replace(config, pairs=guessed)
         pairs.require_columns(files, config.pairs, config.reading)
     if config.dry_run:
         return cost.show("prepare_corpus", _estimate(config, files))

@@ -42,6 +42,20 @@ def embed(run_job_here, tiny_ranker, tmp_path):
     return run
 
 
+def test_candidates_that_the_model_does_not_read_to_their_end_are_counted(
+    embed, texts, tiny_ranker
+):
+    ranker = load_ranker(tiny_ranker("poly").local())
+    most = ranker.config.max_candidate_tokens
+    longest = " ".join("ab" * (2 * most))
+    write(texts, ["a", " ".join("ab" * most), longest])
+    tokens = len(ranker.tokenizer.ids([longest])[0]) + 2
+    said = f"pool p: 2 of 3 candidates are longer than the {most} tokens that the model reads"
+    assert f"{said} (the longest: {tokens})" in embed(texts).stdout
+    write(texts, ["a", "b"])
+    assert "are longer than" not in embed(texts, *ALL_MAY_CHANGE).stdout
+
+
 def current(pools: Path) -> str:
     return (pools / "p" / "CURRENT").read_text().strip()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import mlflow
 import numpy as np
@@ -19,10 +20,10 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
-from pipeline.evaluation.truncation import truncation
 from pipeline.models import inference
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import load_ranker
+from pipeline.models.truncation import truncation
 from pipeline.tasks import executors
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
@@ -308,9 +309,11 @@ def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
     texts = ["a b", " ".join("ab" * most), " ".join("ab" * (most + 5))]
     lengths = [len(ids) + 2 for ids in ranker.tokenizer.ids(texts)]
     longer = sum(length > most for length in lengths)
-    said = f"{longer} of 3 candidates are longer than the {most} tokens that it reads"
+    said = f"{longer} of 3 candidates are longer than the {most} tokens that the model reads"
     assert truncation(ranker, [["a"]], texts) == f"{said} (the longest: {max(lengths)})"
     assert longer == 2 and truncation(ranker, [["a"]], ["a"]) == ""
+    ranker.config = replace(ranker.config, candidate_prompt="ab " * most)
+    assert truncation(ranker, [["a"]], ["a"]).startswith("1 of 1 candidates are longer")
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):

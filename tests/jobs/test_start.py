@@ -134,7 +134,7 @@ def test_an_unfinished_corpus_is_refused_without_a_slow_library(tmp_path, verb):
 
 
 def test_a_wrong_column_is_refused_without_a_slow_library(tmp_path, tiny_ranker):
-    (tmp_path / "rows.csv").write_text("question,answer\nhow?,so\n")
+    (tmp_path / "rows.csv").write_text("frage,antwort\nhow?,so\n")
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "words": "b"}\n')
     pairs = ("prepare_corpus", "--corpus", "pairs", "--output", tmp_path / "out")
     pool = ("embed_pool", "--model", tiny_ranker("bi").uri, "--pools", tmp_path, "--name", "x")

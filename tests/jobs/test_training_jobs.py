@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import mlflow
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -233,8 +234,15 @@ def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
 ):
     """As a table's first row: what training adds to."""
     argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "out", "--finetune.epochs", 0)
-    summary = run_job_here("finetune", *argv).summary
-    assert summary["counts"]["steps"] == 0
+    done = run_job_here("finetune", *argv)
+    assert done.summary["counts"]["steps"] == 0
+    tokenizer = load_ranker(tmp_path / "out").tokenizer
+    examples = pq.read_table(f"{convai2_corpus.uri}/train", partitioning=None).to_pylist()
+    contexts = tokenizer.ids(["\n".join(example["context"]) for example in examples])
+    longer = sum(len(ids) + 2 > 48 for ids in contexts)
+    assert 0 < longer <= len(examples) <= 2000
+    said = f"train: {longer:,} of {len(examples):,} contexts are longer than the 48 tokens"
+    assert said in done.stdout
     tower = tmp_path / "out" / "context_encoder"
     made, given = (load_file(folder / "model.safetensors") for folder in (tower, encoder))
     assert all(torch.equal(value, given[name]) for name, value in made.items())

@@ -21,7 +21,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,17 @@ from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
 from pipeline.drafts import Draft
 from pipeline.tasks.records import TaskRecord
 
+_CONTEXT_NAMES = (
+    "context",
+    "question",
+    "query",
+    "anchor",
+    "prompt",
+    "input",
+    "utterance",
+    "message",
+)
+_RESPONSE_NAMES = ("response", "answer", "positive", "reply", "completion", "output", "passage")
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 
 
@@ -48,9 +59,11 @@ class Options(tables.TableFormat):
 
     GROUP = "pairs"
     context_column: str = "context"
-    """The turns before the response: a list of texts, or one text."""
+    """The turns before the response: a list of texts, or one text. Where the first file has no `context`,
+    its only column that is called question, query, anchor, prompt, input, utterance or message."""
     response_column: str = "response"
-    """The right answer."""
+    """The right answer. Where the first file has no `response`, its only column that is called answer,
+    positive, reply, completion, output or passage."""
     group_column: str = ""
     """Rows with the same value (text or whole number) stay in one split; none: rows whose contexts begin
     with the same turn do. Groups and ids are stored as they are, so do not put personal data there, such
@@ -93,6 +106,38 @@ class Options(tables.TableFormat):
         """Option → column, of those that are named."""
         columns = {name: value for name, value in vars(self).items() if name.endswith("_column")}
         return {f"pairs.{name}": value for name, value in columns.items() if value}
+
+
+def with_guessed_columns(
+    uris: Sequence[str], options: Options, reading: raw.Reading
+) -> tuple[Options, str]:
+    """(options whose context and response are columns of the first file, a line that says which were taken)
+
+    A default that the file lacks is replaced by its only column with a usual name, such as Question. Where
+    there is none, or more than one, the options stay as they are, and `require_columns` refuses them.
+    """
+    uri = next((uri for uri in uris if not file_tasks.is_document(uri)), None)
+    if uri is None:
+        return options, ""
+    columns = tables.first_columns(uri, reading, options)
+    is_context_open = options.context_column == Options.context_column
+    is_response_open = options.response_column == Options.response_column
+    contexts = _named(columns, _CONTEXT_NAMES) if is_context_open else [options.context_column]
+    responses = _named(columns, _RESPONSE_NAMES) if is_response_open else [options.response_column]
+    has_both = {options.context_column, options.response_column} <= set(columns)
+    if has_both or len(contexts) != 1 or len(responses) != 1:
+        return options, ""
+    guessed = replace(options, context_column=contexts[0], response_column=responses[0])
+    if guessed == options:
+        return options, ""
+    return guessed, (
+        f"pairs: contexts are the column {guessed.context_column!r}, responses {guessed.response_column!r}; "
+        "--pairs.context-column and --pairs.response-column name others"
+    )
+
+
+def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [column for column in columns if column.strip().lower() in names]
 
 
 class Malformed(Exception):

@@ -173,6 +173,12 @@ def cell_text(value: object) -> str | None:
     raise TypeError("broken text" if isinstance(value, str) else type(value).__name__)
 
 
+def first_columns(uri: str, reading: raw.Reading, form: TableFormat = _PLAIN) -> list[str]:
+    """The columns of a file's first row; none: it has no row."""
+    rows = read(uri, {}, reading, file_tasks.Account(), lambda name: True, form)
+    return list(next(rows, (0, dict[str, Any]()))[1])
+
+
 def require_columns(
     uris: Sequence[str],
     option_columns: Mapping[str, str],

@@ -22,6 +22,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
 from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
+from pipeline.models.truncation import Truncated
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.changes import RowSet
@@ -148,6 +149,8 @@ class EmbedRecord(TaskRecord):
     """Seconds since 1970."""
     set_aside: RowSet = field(default_factory=RowSet)
     """The rows that the model has no vector for; `dropped` counts them by reason."""
+    truncated: Truncated = field(default_factory=Truncated)
+    """Of the first 2,000 rows that were embedded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from pipeline.drafts import Draft
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
+from pipeline.models.truncation import truncated_candidates
 from pipeline.retrieval.pools import build, candidates, verdicts
 from pipeline.retrieval.pools.embed import CheckRecord, EmbedRecord
 from pipeline.retrieval.pools.gate import (
@@ -110,9 +111,10 @@ class Embedder:
             with suppress(OSError, ValueError, BadInput):  # somebody has removed it
                 copied_N |= _copy(rows, places, vectors_ND, self._unfinished.at)
         todo = np.flatnonzero(~copied_N)
-        vectors_ND[todo], is_empty_N, actor_seconds = self._embed(
-            rows["text"].take(todo).to_pylist()
-        )
+        texts = rows["text"].take(todo).to_pylist()
+        vectors_ND[todo], is_empty_N, actor_seconds = self._embed(texts)
+        with self._tokenizer_is_free:
+            truncated = truncated_candidates(self._ranker, texts)
         poisoned = {"text has no tokens": todo[is_empty_N]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
@@ -138,6 +140,7 @@ class Embedder:
             ended=time.time(),
             notes=self._notes,
             set_aside=set_aside,
+            truncated=truncated,
         )
 
     def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:

@@ -113,6 +113,38 @@ def test_columns_may_have_any_name(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize(
+    ("given", "columns", "taken"),
+    [
+        ({}, ("Question", "Answer", "topic"), ("Question", "Answer")),
+        ({}, ("id", "query", "positive", "negative"), ("query", "positive")),
+        ({}, ("context", "answer"), ("context", "answer")),
+        ({}, ("context", "response", "question", "answer"), ("context", "response")),
+        ({"context_column": "frage"}, ("frage", "answer", "query"), ("frage", "answer")),
+        ({"context_column": "question"}, ("context", "question", "answer"), ("question", "answer")),
+        ({}, ("context", "question", "answer"), None),  # SQuAD's context is a paragraph
+        ({}, ("question", "reply", "answer"), None),
+        ({}, ("frage", "answer"), None),
+    ],
+)
+def test_columns_with_usual_names_are_taken_where_one_alone_fits(
+    tmp_path, form, given, columns, taken
+):
+    file = write(tmp_path / f"rows.{form}", [dict.fromkeys(columns, "a")])
+    options = Options(**given)
+    guessed, line = pairs.with_guessed_columns([str(file)], options, Reading())
+    if taken is None:
+        assert (guessed, line) == (options, "")
+        with pytest.raises(BadInput, match=", ".join(columns)):
+            pairs.require_columns([str(file)], guessed, Reading())
+    else:
+        assert (guessed.context_column, guessed.response_column) == taken
+        assert (line == "") == (guessed == options)
+        assert not line or all(repr(name) in line for name in taken)
+        pairs.require_columns([str(file)], guessed, Reading())
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
 def test_without_a_label_the_first_candidate_with_the_responses_text_is_meant(tmp_path, form):
     options = Options(candidates_column="options")
     rows = [{**ASKED, "options": ["no .", "fine .", "fine ."]}]
