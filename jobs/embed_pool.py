@@ -334,7 +334,7 @@ def _embed(
         print(f"pool {config.name}: {note}", flush=True)
     truncated = sum((record.truncated for record in records), Truncated())
     if line := truncated.line(
-        "candidates", read_settings(job.made_from.model.uri).max_candidate_tokens
+        "sampled candidates", read_settings(job.made_from.model.uri).max_candidate_tokens
     ):
         print(f"pool {config.name}: {line}", flush=True)
     names = [name for name, r in zip(plan_record.plan.shards, records, strict=True) if r.check]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs import program
 from pipeline import cost, registry
@@ -22,9 +22,6 @@ from pipeline.models.sources import Prompts, Source, open_encoder, read_modules,
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
-
-if TYPE_CHECKING:
-    from pipeline.models.ranker import Ranker
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
@@ -229,8 +226,9 @@ def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:
         print(f"validation: {question_count:,} examples of valid/ are asked{reasons}", flush=True)
 
 
-def _print_truncation(ranker: Ranker, corpus: Artifact) -> None:
-    """Prints how many of the first training texts are longer than the ranker reads."""
+def _print_truncation(ranker: Any, corpus: Artifact) -> None:
+    """Prints how many of the first training texts are longer than the ranker reads. (Its class is not named
+    here: --help would load torch with it.)"""
     from pipeline.evaluation.drawn_rows import read_rows
     from pipeline.models.truncation import SAMPLED, truncation
 

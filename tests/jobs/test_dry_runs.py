@@ -217,7 +217,7 @@ def test_scores_measure_a_few_rows_here(tiny_ranker, convai2_corpus, nowhere):
 
 def test_the_rates_are_those_of_the_benchmarks():
     page = (ROOT / "BENCHMARKS.md").read_text()
-    assert "| `corpora.reddit.comments_per_s` | 66,000 comments/s |" in page
+    assert re.search(r"\| `corpora.reddit.comments_per_s`: [^|]+ \| 66,000 comments/s \|", page)
     assert cost.MEASURED["reddit comments"].per_core_s == 66_000 / 2
     assert "164,271 passages." in page and "755 s for all passages" in page
     assert capacity.TEXTS_PER_CORE_S == 164_271 / 755 / 2

@@ -50,7 +50,9 @@ def test_candidates_that_the_model_does_not_read_to_their_end_are_counted(
     longest = " ".join("ab" * (2 * most))
     write(texts, ["a", " ".join("ab" * most), longest])
     tokens = len(ranker.tokenizer.ids([longest])[0]) + 2
-    said = f"pool p: 2 of 3 candidates are longer than the {most} tokens that the model reads"
+    said = (
+        f"pool p: 2 of 3 sampled candidates are longer than the {most} tokens that the model reads"
+    )
     assert f"{said} (the longest: {tokens})" in embed(texts).stdout
     write(texts, ["a", "b"])
     assert "are longer than" not in embed(texts, *ALL_MAY_CHANGE).stdout

@@ -150,7 +150,7 @@ class EmbedRecord(TaskRecord):
     set_aside: RowSet = field(default_factory=RowSet)
     """The rows that the model has no vector for; `dropped` counts them by reason."""
     truncated: Truncated = field(default_factory=Truncated)
-    """Of the first 2,000 rows that were embedded."""
+    """Of the first 200 rows that were embedded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ from pipeline.retrieval.pools.verdicts import NEW
 from pipeline.tasks.resources import best_device
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
+_LOOKED_AT = 200  # rows of a shard, for the count of truncated texts: they are tokenised once more
 _ORDINARY = "an ordinary text"
 
 ReadVectors = Callable[[Ints], tuple[pa.ChunkedArray, Floats]]
@@ -114,7 +115,7 @@ class Embedder:
         texts = rows["text"].take(todo).to_pylist()
         vectors_ND[todo], is_empty_N, actor_seconds = self._embed(texts)
         with self._tokenizer_is_free:
-            truncated = truncated_candidates(self._ranker, texts)
+            truncated = truncated_candidates(self._ranker, texts[:_LOOKED_AT])
         poisoned = {"text has no tokens": todo[is_empty_N]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
