@@ -58,7 +58,7 @@ def in_process(run_job_here, monkeypatch):
     return asked
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the recipe's own training takes 38 s
 def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
     task = recipe.build(0, 1)
     theirs = copy.deepcopy(task.module)
@@ -87,6 +87,7 @@ def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
         assert not torch.equal(ours, before)
 
 
+@pytest.mark.long
 def test_the_trainer_reads_the_pairs_of_the_job(recipe):
     """As many as have the tokens that are asked for, each as the job lays it out."""
     corpus = recipe.corpora[0]
