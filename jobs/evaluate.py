@@ -237,15 +237,18 @@ def _untrained_baselines(
             continue
         try:
             source, found = sources.open_encoder(start["uri"])
-        except BadInput:  # removed, or a relative path of another folder
-            continue
-        folder = source.local()
-        is_same = found["fingerprint"] == start["fingerprint"]
-        if is_same and (folder / sources.SENTENCE_TRANSFORMERS).exists():
+            folder = source.local()
+            is_same = found["fingerprint"] == start["fingerprint"]
+            if not is_same or not (folder / sources.SENTENCE_TRANSFORMERS).exists():
+                continue
             encoder = text_encoder.load(folder, settings, best_device())
-            name = f"untrained {storage.name_of(start['uri'])}"
-            make_scorer = functools.partial(RankerScorer, encoder.ranker)
-            results[start["fingerprint"]] = measure.of(name, make_scorer)
+        except (
+            BadInput
+        ):  # removed, a relative path of another folder, or its pooling is none of ours
+            continue
+        name = f"untrained {storage.name_of(start['uri'])}"
+        make_scorer = functools.partial(RankerScorer, encoder.ranker)
+        results[start["fingerprint"]] = measure.of(name, make_scorer)
     return list(results.values())
 
 

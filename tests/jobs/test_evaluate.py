@@ -284,6 +284,32 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert "untrained context" not in run_job_here(*job).summary["table"]
 
 
+def test_an_encoder_whose_vectors_are_none_of_ours_is_left_out_of_the_table(
+    run_job_here, tiny_ranker, actors_in_process, tmp_path, monkeypatch
+):
+    """Its ranker was trained on the transformer alone, and is evaluated as any other."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"how do i open {n} ?,turn key {n} ." for n in range(30)]
+    (tmp_path / "faq.csv").write_text("\n".join(["context,response", *rows]))
+    for verb, *options in (
+        ("prepare_corpus", "--format", "pairs", "--input", tmp_path / "faq.csv", "--output", "corpus"),
+        ("convert_model", "--model", tiny_ranker("bi").uri, "--to", "sentence-transformers",
+         "--output", "published"),
+    ):  # fmt: skip
+        assert run_job_here(verb, *options).code == 0
+    pooling = tmp_path / "published" / "context" / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({"pooling_mode": "max"}))
+    finetune = (
+        "finetune", "--encoder", "published/context", "--corpus", "corpus", "--output", "ranker",
+        "--ranker.architecture", "bi", "--finetune.epochs", 0, "--finetune.batch-examples", 8,
+        "--ranker.max-context-tokens", 48,
+        "--ranker.max-candidate-tokens", 32, *ONE_WORKER,
+    )  # fmt: skip
+    assert run_job_here(*finetune).code == 0
+    done = run_job_here("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
+    assert list(done.summary["table"]) == ["chance", "tf-idf", "bm25", "bi"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
