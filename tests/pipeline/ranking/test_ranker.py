@@ -220,6 +220,12 @@ def test_an_alias_of_the_registry_is_a_ranker(tiny_ranker, tracking_uri: str):
 def test_models_of_sentence_transformers(home: Path):
     ranker = Ranker.from_sentence_transformers(home / "st" / "candidate", max_candidate_tokens=9)
     assert (ranker.architecture, ranker.config.max_candidate_tokens) == ("bi", 9)
+    prompted = Ranker.from_sentence_transformers(
+        "st/candidate", context_prompt="query: ", candidate_prompt="passage: "
+    )
+    plain = Ranker.from_sentence_transformers("st/candidate")
+    by_hand = plain.score("query: tea ?", ["passage: yes", "passage: no"])
+    np.testing.assert_array_equal(prompted.score("tea ?", ["yes", "no"]), by_hand)
     whole = Ranker.from_sentence_transformers("st/context")
     vectors, _ = whole.encode_contexts(TEXTS)
     np.testing.assert_allclose(vectors[:, 0], whole.encode_candidates(TEXTS), atol=1e-6)
