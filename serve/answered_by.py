@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-if TYPE_CHECKING:  # a proxy loads this module, and no torch
-    from serve.engine import Engine
+from serve.engine import Engine
 
 MODEL = "x-polyrank-model"
 """Header of an answer: the fingerprint of the model."""

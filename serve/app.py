@@ -43,7 +43,7 @@ from serve.engine import Engine
 from serve.follower import Follower
 from serve.guard import log_to_stderr
 from serve.limits import Limits
-from serve.metrics import Metrics, count_errors
+from serve.metrics import Metrics
 from serve.service import Service
 from serve.shards import (
     OnMissingShard,
@@ -255,7 +255,7 @@ class Ranker:
             self._state,
             self._close,
             self._metrics.record_answer,
-            count_errors("replica"),
+            self._metrics.record_error,
         )
 
     async def check_health(self) -> None:

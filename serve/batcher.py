@@ -223,8 +223,7 @@ class Batcher:
         waiting_s = self._waiting_s(is_bulk, request, own_s)
         if waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
-        is_full = self._waiting_s(False) > self._max_wait_s  # or smaller requests may pass
-        return overload_refusal(waiting_s, is_full)
+        return overload_refusal(waiting_s)
 
     @contextmanager
     def one_request(self) -> Iterator[None]:

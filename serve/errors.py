@@ -45,10 +45,6 @@ CODES: Mapping[str, Meaning] = {
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
 
-FULL = "x-polyrank-full"
-"""Header of a replica's 429 answer, if it has no room for smaller requests either. Its proxies pass on fewer
-requests from then on (`serve/pass_limit.py`), and remove the header."""
-
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
 """Codes that every route with a body may return."""
@@ -72,23 +68,15 @@ class Refusal(Exception):
     """Raised to answer a request with an error."""
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        field: str | None = None,
-        retry_after_s: float = 0.0,
-        is_full: bool = False,
+        self, code: str, message: str, field: str | None = None, retry_after_s: float = 0.0
     ) -> None:
-        """`is_full`: for the proxies, see FULL."""
         super().__init__(message)
         self.code, self.message, self.field = code, message, field
-        self.retry_after_s, self.is_full = retry_after_s, is_full
+        self.retry_after_s = retry_after_s
 
     def response(self) -> JSONResponse:
         """The HTTP answer."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
-        if self.is_full:
-            headers[FULL] = "1"
         if self.code == "unauthorized":
             headers["www-authenticate"] = "Bearer"
         return _response(self.code, self.message, self.field, headers)
@@ -101,10 +89,10 @@ def _response(
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
 
 
-def overload_refusal(waiting_s: float, is_full: bool) -> Refusal:
-    """The refusal of a request because too much work is waiting. `is_full`: for smaller requests, too."""
+def overload_refusal(waiting_s: float) -> Refusal:
+    """The refusal of a request because too much work is waiting."""
     message = f"{waiting_s:.1f} s of work are waiting"
-    return Refusal("overloaded", message, None, max(1.0, waiting_s), is_full)
+    return Refusal("overloaded", message, None, max(1.0, waiting_s))
 
 
 def too_late_refusal() -> Refusal:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.serve import metrics
-from ray.util.metrics import Counter
 
-if TYPE_CHECKING:  # a proxy loads this module, and no torch
-    from serve.answered_by import ModelAnswer
-    from serve.batcher import Batch
-    from serve.service import RankAnswer
+from serve.answered_by import ModelAnswer
+from serve.batcher import Batch
+from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-
-
-def count_errors(where: str) -> Callable[[int], None]:
-    """Counts the answers with an error, by status, that a replica or a proxy (`where`) gives itself."""
-    errors = Counter(  # with the same labels in both, so not Serve's, which has more in replicas
-        "polyrank_errors_total",
-        description="Answers with an error, by HTTP status and by who refused: replica or proxy.",
-        tag_keys=("status", "where"),
-    )
-    return lambda status: errors.inc(1, {"status": str(status), "where": where})
 
 
 class Metrics:
@@ -55,6 +43,11 @@ class Metrics:
             "polyrank_units_total",
             description="Tokens encoded, products of scores, questions searched.",
             tag_keys=("stage",),
+        )
+        self._errors = metrics.Counter(
+            "polyrank_errors_total",
+            description="Answers with an error, by HTTP status.",
+            tag_keys=("status",),
         )
         self._answers = metrics.Counter(
             "polyrank_answers_total",
@@ -107,6 +100,10 @@ class Metrics:
         """Records the time of a model's answer, or of its failure."""
         tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
         self._answer_seconds.observe(answer.seconds, tags)
+
+    def record_error(self, status: int) -> None:
+        """Records an answer with an error."""
+        self._errors.inc(1, {"status": str(status)})
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
         """Records that a shard did not answer in time."""

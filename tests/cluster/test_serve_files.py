@@ -28,7 +28,6 @@ import yaml
 from jobs import dashboard
 from pipeline import storage
 from pipeline.artifact import Artifact
-from serve.cross_origin import ORIGINS
 from tests.helpers import free_port, job_command
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
@@ -159,23 +158,28 @@ def test_the_file_for_one_machine_starts(serve_run, model, tiny_pool):
     require_ranking(rank(serve_run("config.yaml", values).port), model)
 
 
+def haproxy_in(folder: str) -> dict[str, str]:
+    """Variables for a HAProxy beside those of other Rays of this machine, with which it shares its files and
+    ports otherwise."""
+    values = {
+        "STATS_PORT": free_port(),
+        "METRICS_PORT": free_port(),
+        "CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "SOCKET_PATH": f"{folder}/admin.sock",
+        "SERVER_STATE_BASE": folder,
+        "SERVER_STATE_FILE": f"{folder}/server-state",
+    }
+    return {f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in values.items()}
+
+
 @pytest.mark.long
 def test_haproxy_stands_before_the_service(serve_run, model, tiny_pool):
     """Its own page of statistics counts the requests."""
     values = {".demo/rankers/poly": model.uri, ".demo/pools/replies": tiny_pool(model)}
-    statistics, metrics, folder = free_port(), free_port(), serve_run.folder
-    environment = {
-        "ENABLE_HA_PROXY": "1",
-        "HAPROXY_STATS_PORT": statistics,
-        "HAPROXY_METRICS_PORT": metrics,
-        "HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",  # the default is one for all of a machine
-        "HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
-        "HAPROXY_SERVER_STATE_BASE": folder,
-        "HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
-    }
-    variables = {f"RAY_SERVE_{name}": str(value) for name, value in environment.items()}
+    variables = {"RAY_SERVE_ENABLE_HA_PROXY": "1", **haproxy_in(serve_run.folder)}
     run = serve_run("examples/haproxy.yaml", values, **variables)
     require_ranking(rank(run.port), model)
+    statistics = variables["RAY_SERVE_HAPROXY_STATS_PORT"]
     with urlopen(f"http://127.0.0.1:{statistics}/stats;csv") as page:
         rows = list(csv.DictReader(page.read().decode().removeprefix("# ").splitlines()))
     assert sum(int(row["stot"] or 0) for row in rows if row["svname"] == "BACKEND") > 0
@@ -235,9 +239,8 @@ def cluster(s3: S3, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
     variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     folder, jobs_port = tmp_path_factory.mktemp("cluster"), free_port()
     here = {
-        "PYTHONPATH": str(ROOT),
         "POLYRANK_CACHE": str(folder / "cache"),
-        ORIGINS: "https://app.example",  # of examples/cors.yaml
+        **haproxy_in(tempfile.mkdtemp(prefix="prh", dir="/tmp")),  # paths of sockets are short
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -378,7 +381,6 @@ def test_tokens_change_without_a_restart(cluster, example, model, tmp_path):
 def test_a_page_of_another_origin_may_read_answers_and_refusals(
     cluster, example, model, origin, allowed
 ):
-    """A proxy refuses a body of 3 MB itself."""
     example("cors")
     for text, status in (("hello", 200), ("x" * 3_000_000, 413)):
         request = Request(f"http://127.0.0.1:{cluster.port}/rank", method="POST")

@@ -295,6 +295,25 @@ def test_what_would_fail_again_is_not_sent_again(ask, app, waits, status):
     assert len(service.seen) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "attempts", "code"),
+    [(404, 4, "not_ready"), (408, 1, "too_late"), (500, 2, "replica_died"), (503, 4, "not_ready")],
+)
+def test_what_proxies_say_without_a_replica_is_understood(ask, waits, status, attempts, code):
+    """In plain text. A request under which two replicas died may be what kills them."""
+    service = Refusing(PlainTextResponse("Internal Server Error", status))
+    with serving(service) as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS))
+    assert (error.code, error.status) == (code, status)
+    assert len(service.seen) == attempts
+
+
+def test_one_death_of_a_replica_is_not_noticed(ask, app, waits):
+    service = Refusing(app, PlainTextResponse("Internal Server Error", 500), refused(429))
+    with serving(service) as url:
+        assert isinstance(ask(url, "rank", CONTEXT, TEXTS), Ranking)
+
+
 def test_a_lost_connection_is_made_again(ask, app):
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
