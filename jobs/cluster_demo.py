@@ -61,7 +61,7 @@ class Config:
     work: str = ".cluster-demo"
     """Folder for logs and settings, below the working directory. What an earlier demo left is removed."""
     ports_from: int = 0
-    """Added to each port (Ray 6379, dashboard 8265, service 8000, MLflow 5000, S3 9000, HAProxy 8404 and 9101),
+    """Added to each port (Ray 6379, dashboard 8265, service 8000, MLflow 5000, S3 9000, HAProxy 8404, 9101),
     for a machine on which others use them."""
     keep: bool = False
     """Leave the cluster and the service up until Ctrl-C."""
@@ -393,7 +393,7 @@ class _Machine:
     def _haproxy(self, role: str) -> dict[str, str | int]:
         """Ports and files of a node's HAProxy, which are for one in a machine."""
         folder, offset = f"{self._temp}/haproxy-{role}", int(role == "worker")
-        values = {
+        values: dict[str, str | int] = {
             "STATS_PORT": self._ports["statistics"] + offset,
             "METRICS_PORT": self._ports["metrics"] + offset,
             "CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",

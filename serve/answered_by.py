@@ -16,6 +16,7 @@ from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve import tracing
 from serve.engine import Engine
 
 MODEL = "x-polyrank-model"
@@ -47,6 +48,7 @@ def name_engine(request: Request, engine: Engine) -> Engine:
     """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
     work = _Work(engine.model.fingerprint, request.scope["route"].path, time.monotonic())
     setattr(request.state, _STATE, work)
+    tracing.tag(model=work.model, request_id=request.state.request_id)
     return engine
 
 

@@ -25,6 +25,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
@@ -39,6 +40,8 @@ from serve.json_answers import json_answer, json_list
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.masks import RowFilter
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
+
+_COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
 
 
 class Strict(BaseModel):
@@ -217,10 +220,13 @@ def create_app(
     close: Callable[[], None] = lambda: None,
     record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
     record_error: Callable[[int], None] = lambda status: None,
+    names: Sequence[str] = (),
+    has_playground: bool = True,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
     the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
-    the status of each error."""
+    the status of each error. `names`: those by which a request may name the model, beside its
+    fingerprint."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -238,12 +244,15 @@ def create_app(
         redoc_url=None,
     )
     errors.install(app)
-    playground.install(app)
+    if has_playground:
+        playground.install(app)
     refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
         Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
     )
     app.add_middleware(AnsweredBy, record=record_answer)
+    # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
+    app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     if origins:
         app.add_middleware(CrossOrigin, origins=origins)
 
@@ -341,7 +350,7 @@ def create_app(
         """The model, the pools, their versions and settings."""
         return {**require_service().champion.info(), **state()}
 
-    wire.add_routes(app, require_service)
+    wire.add_routes(app, require_service, names)
     return app
 
 

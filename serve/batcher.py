@@ -21,6 +21,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +31,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve import tracing
 from serve.errors import Refusal, overload_refusal, too_late_refusal
 
 _BULK = 4.0
@@ -138,6 +140,8 @@ class _Call:
     part: _Part
     future: asyncio.Future[list[Any]]
     loop: asyncio.AbstractEventLoop
+    began: float = math.inf
+    """When its first row was computed."""
 
 
 @dataclass(order=True)
@@ -181,6 +185,16 @@ class Batcher:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    @property
+    def requests(self) -> int:
+        """The requests that are admitted and not answered; of a list each."""
+        return sum(len(queue.parts) for queue in list(self._queues.values()))
+
+    @property
+    def waiting_rows(self) -> int:
+        """The rows that wait for a batch."""
+        return sum(map(len, list(self._rows.values())))
 
     def problem(self) -> str:
         """The reason why no request can be computed, or ""."""
@@ -291,7 +305,10 @@ class Batcher:
             self._changed.notify()
         try:
             async with asyncio.timeout(left_s) as timer:
-                return await call.future
+                results = await call.future
+            tracing.record("queue", since, call.began, stage=stage.name)
+            tracing.record(stage.name, call.began, time.monotonic(), rows=len(rows))
+            return results
         except TimeoutError:
             if timer.expired():
                 raise too_late_refusal() from None
@@ -331,6 +348,8 @@ class Batcher:
 
     def _compute(self, rows: list[_Row]) -> None:
         stage, began = rows[0].stage, time.monotonic()
+        for row in rows:
+            row.call.began = min(row.call.began, began)
         try:
             results = stage.run([row.row for row in rows])
             if len(results) != len(rows):

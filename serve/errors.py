@@ -31,6 +31,7 @@ CODES: Mapping[str, Meaning] = {
     "invalid_json": Meaning(400, "The body is not JSON."),
     "unauthorized": Meaning(401, "The bearer token is missing or unknown."),
     "not_found": Meaning(404, "There is no such route."),
+    "unknown_model": Meaning(404, "No model of that name is served."),
     "unknown_pool": Meaning(404, "No pool of that name is served."),
     "no_classifier": Meaning(404, "No classifier of intents is served."),
     "method_not_allowed": Meaning(405, "The route has other methods; `Allow` names them."),

@@ -38,6 +38,8 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
 _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
+_SAVED_S = 10.0  # for which a sender may save up requests
+_MOST_SENDERS = 1000  # without tokens a sender is an address
 _METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
 _NICENESS_STEP = 10
 _log = logging.getLogger("polyrank.serve")
@@ -74,6 +76,7 @@ class Guard:
         self._tokens = tokens or BearerTokens()
         self._refusal, self._record_error = refusal, record_error
         self._held_bytes = 0  # of the bodies of all requests
+        self._rates: dict[str, tuple[float, float]] = {}  # of a sender: (requests saved up, when)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,12 +92,15 @@ class Guard:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
+        sender = ""
         answer = _Answer(send, request_id, scope["method"] == "HEAD")
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
             sender = self._check_token(scope, headers)
             SENDER.set(sender)
+            if scope["method"] in _METHODS_WITH_BODY:
+                self._check_rate(sender, began)
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
@@ -111,8 +117,8 @@ class Guard:
         if answer.status >= 400:
             self._record_error(answer.status)
         _access.info(
-            "%s %s %s %s %.1f ms", request_id, scope["method"], _logged_path(scope),
-            answer.status, 1000 * (time.monotonic() - began),
+            "%s %s %s %s %.1f ms%s", request_id, scope["method"], _logged_path(scope), answer.status,
+            1000 * (time.monotonic() - began), f" {sender}" if sender else "",
         )  # fmt: skip
 
     def _check_token(self, scope: Scope, headers: Headers) -> str:
@@ -125,6 +131,22 @@ class Guard:
         if not (sender or _is_safe_host(address, headers.get("host", ""))):
             raise Refusal("invalid_request", _WRONG_HOST, "host")
         return sender or address
+
+    def _check_rate(self, sender: str, now: float) -> None:
+        """Counts a request of the sender. Raises Refusal if it is one too many."""
+        if (rate := self._limits.requests_per_s) is None:
+            return
+        most = max(1.0, rate * _SAVED_S)
+        saved, since = self._rates.get(sender, (most, now))
+        saved = min(most, saved + rate * (now - since))
+        if saved < 1:
+            message = f"a sender may ask {rate:g} times a second"
+            raise Refusal("overloaded", message, None, (1 - saved) / rate)
+        self._rates[sender] = saved - 1, now
+        if len(self._rates) > _MOST_SENDERS:  # those that have saved up the most are as new ones
+            self._rates = {
+                name: entry for name, entry in self._rates.items() if now - entry[1] < _SAVED_S
+            }
 
     def _early_refusal(self, deadline: float) -> Refusal | None:
         """The refusal of a request before it is parsed, or None."""

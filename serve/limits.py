@@ -35,6 +35,11 @@ class Limits(BaseModel):
         ge=1,
         description="Most rows, of all requests, that are computed together.",
     )
+    requests_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests of a sender in a second, in each replica; a sender may save up 10 s of them.",
+    )
     waiting_s: float = Field(
         default=2.0,
         gt=0,

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve import metrics
 
 from serve.answered_by import ModelAnswer
-from serve.batcher import Batch
+from serve.batcher import Batch, Batcher
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -75,6 +75,16 @@ class Metrics:
             description="Number of reasons, listed in /info, why the wanted versions are not served.",
             tag_keys=("of",),
         )
+        self._requests = metrics.Gauge(
+            "polyrank_requests", description="Requests admitted and not answered; of a list each."
+        )
+        self._waiting_rows = metrics.Gauge(
+            "polyrank_waiting_rows", description="Rows that wait for a batch."
+        )
+        self._load_seconds = metrics.Gauge(
+            "polyrank_load_seconds",
+            description="Seconds that the served model and pools took to load.",
+        )
         self._missing = metrics.Counter(
             "polyrank_missing_shards_total",
             description="Times that a shard of a pool did not answer in time.",
@@ -100,6 +110,15 @@ class Metrics:
         """Records the time of a model's answer, or of its failure."""
         tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
         self._answer_seconds.observe(answer.seconds, tags)
+
+    def record_load(self, seconds: float) -> None:
+        """Records that a model and its pools have been loaded."""
+        self._load_seconds.set(seconds)
+
+    def record_queue(self, batcher: Batcher) -> None:
+        """Records how much is under way and waits. It is called as often as either changes."""
+        self._requests.set(batcher.requests)
+        self._waiting_rows.set(batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
         """Records an answer with an error."""

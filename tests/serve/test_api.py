@@ -59,6 +59,18 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
 # Rankings
 
 
+def test_a_large_answer_is_compressed_for_who_reads_it(client):
+    texts = [f"text number {number}" for number in range(900)]
+    body = {"context": "hi", "candidates": texts, "top_k": 900}
+    plain = client.post("/rank", json=body, headers={"accept-encoding": "identity"})
+    packed = client.post("/rank", json=body, headers={"accept-encoding": "gzip"})
+    small = client.get("/info", headers={"accept-encoding": "gzip"})
+    assert packed.json()["results"] == plain.json()["results"]
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 3
+    assert "content-encoding" not in {**plain.headers, **small.headers}
+
+
 def test_candidates_of_the_request_are_ranked(client, engine):
     body = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
     ranked = engine.rank(CONTEXT, TEXTS, len(TEXTS))

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import time
 from contextlib import ExitStack, suppress
 from select import select
 from typing import Any
@@ -53,6 +54,10 @@ def read_answer(connection: socket.socket) -> tuple[int, Any]:
         if found and lengths and len(body) >= int(lengths[0].partition(b":")[2]):
             break
     return int(text.split(b" ")[1]), json.loads(body)
+
+
+def hash_of(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def head(length: int) -> bytes:
@@ -233,6 +238,38 @@ def test_a_token_is_needed_where_some_are_set(service):
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
+def test_a_sender_asks_no_more_often_than_is_allowed(service, monkeypatch):
+    """It saves up for 10 s; others have their own."""
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    clock.now = time.monotonic()  # the batcher's clock goes on
+    tokens = BearerTokens([f"{name}={hash_of(name)}" for name in ("red", "blue")])
+    limits = Limits(requests_per_s=0.5, timeout_ms=60_000)
+    client = TestClient(api.create_app(service, limits, tokens))
+
+    def asked(name: str) -> Any:
+        headers = {"authorization": f"Bearer {name}"}
+        return client.post("/rank", content=b"{", headers={**JSON, **headers})
+
+    assert [asked("red").status_code for _ in range(6)] == [400] * 5 + [429]
+    assert asked("red").headers["retry-after"] == "2"
+    assert "0.5 times a second" in asked("red").json()["error"]["message"]
+    assert asked("blue").status_code == 400
+    assert client.get("/info", headers={"authorization": "Bearer red"}).status_code == 200
+    clock.now += 2
+    assert [asked("red").status_code for _ in range(2)] == [400, 429]
+
+
+def test_the_log_names_the_sender(service, caplog):
+    caplog.set_level("INFO", "polyrank.serve.access")
+    tokens = BearerTokens([f"search-team={hash_of('red')}", hash_of("blue")])
+    client = TestClient(api.create_app(service, tokens=tokens))
+    for token in ("red", "blue", "green"):
+        client.get("/info", headers={"authorization": f"Bearer {token}"})
+    lines = [entry.getMessage() for entry in caplog.records if entry.name.endswith(".access")]
+    senders = [line.partition(" ms")[2].strip() for line in lines]
+    assert senders == ["search-team", hash_of("blue")[:16], ""]
+
+
 def test_health_and_the_playground_need_no_token_under_a_route_prefix_either(service):
     app = api.create_app(service, tokens=BearerTokens([HASH]))
     client = TestClient(app, root_path="/prefix")
@@ -334,7 +371,7 @@ def test_a_path_writes_no_line_of_the_log_itself(client, caplog, path, logged):
     caplog.set_level("INFO", "polyrank.serve.access")
     assert client.get(path, headers={"x-request-id": "a-1"}).status_code == 404
     (line,) = [entry.getMessage() for entry in caplog.records if entry.name.endswith(".access")]
-    assert re.fullmatch(rf"a-1 GET {re.escape(logged or path)} 404 [0-9.]+ ms", line)
+    assert re.fullmatch(rf"a-1 GET {re.escape(logged or path)} 404 [0-9.]+ ms testclient", line)
 
 
 def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):

@@ -143,6 +143,13 @@ def test_pages_that_load_scripts_from_elsewhere_are_off(client):
     assert client.get("/openapi.json").status_code == 200
 
 
+def test_the_page_can_be_left_out(asking, tiny_ranker):
+    service = asking(tiny_ranker("bi")).service
+    client = TestClient(api.create_app(service, has_playground=False))
+    assert client.get("/").status_code == 405  # a format of Hugging Face has POST there
+    assert client.get("/playground/index.js").status_code == 404
+
+
 def test_the_page_needs_no_token_and_rankings_do(asked):
     client = TestClient(api.create_app(asked.service, tokens=BearerTokens(["0" * 64])))
     assert [client.get(path).status_code for path in ("/", "/playground/main.js")] == [200, 200]
