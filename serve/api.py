@@ -115,6 +115,12 @@ class RankRequest(Strict):
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
 
+    def require(self, limits: Limits) -> None:
+        """Raises Refusal if it asks for more than the service allows."""
+        for name in ("candidates", "allow", "deny"):
+            limits.require(name, len(getattr(self, name) or ()))
+        limits.require("top_k", self.top_k, "top_k")
+
     def query(self) -> RankQuery:
         candidates = None
         if self.candidates is not None:
@@ -243,6 +249,7 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
+    limits = limits or Limits()
     errors.install(app)
     if has_playground:
         playground.install(app)
@@ -280,10 +287,13 @@ def create_app(
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
+        for each in body if isinstance(body, list) else [body]:
+            each.require(limits)
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             milliseconds = 1000 * (time.monotonic() - began)
             return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
+        limits.require("body", len(body), "requests")
         with ranker.batcher.one_request():
             rankings = [
                 asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
@@ -307,6 +317,7 @@ def create_app(
     )
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
+        limits.require("texts", len(body.texts))
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
@@ -350,7 +361,7 @@ def create_app(
         """The model, the pools, their versions and settings."""
         return {**require_service().champion.info(), **state()}
 
-    wire.add_routes(app, require_service, names)
+    wire.add_routes(app, require_service, limits, names)
     return app
 
 

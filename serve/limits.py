@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve.errors import Refusal
+
 MAX_TURNS = 1000
-MAX_CANDIDATES = 1000
+MAX_CANDIDATES = 10_000
 MAX_POOL_NAME = 200
-MAX_REQUESTS = 64
-MAX_TOP_K = 1000
+MAX_REQUESTS = 1_000
+MAX_TOP_K = 10_000
 MAX_TIMEOUT_MS = 60_000
 
 
 class Limits(BaseModel):
-    """The limits that an operator may set. The constants above are part of the interface (openapi.json)."""
+    """The limits that an operator may set. The constants above are part of the interface (openapi.json): no
+    operator may allow more."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,6 +25,16 @@ class Limits(BaseModel):
         default=64_000_000,
         ge=1_000_000,
         description="Size of the bodies of all requests at once. Bodies of 64 KiB or less always pass.",
+    )
+    candidates: int = Field(
+        default=1_000,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="Texts of a request: candidates, documents, inputs; and ids of `allow` and `deny`.",
+    )
+    top_k: int = Field(default=1_000, ge=10, le=MAX_TOP_K, description="Results of a request.")
+    requests: int = Field(
+        default=64, ge=1, le=MAX_REQUESTS, description="Requests in a list of them."
     )
     upload_s: float = Field(
         default=10.0, gt=0, description="Seconds in which the body must arrive."
@@ -45,3 +58,11 @@ class Limits(BaseModel):
         gt=0,
         description="Seconds of work that a request may wait for in a replica; else it is refused with 429.",
     )
+
+    def require(self, field: str, count: int, limit: str = "candidates") -> None:
+        """Raises Refusal if the field of a request has or asks for more than this limit."""
+        if count > (most := getattr(self, limit)):
+            message = (
+                f"{field}: {count:,} are not allowed; allowed: at most {most:,} (limits.{limit})"
+            )
+            raise Refusal("invalid_request", message, field)

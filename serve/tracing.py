@@ -1,7 +1,7 @@
 """OpenTelemetry's traces of requests: the wait for each batch, and each stage, below the spans of FastAPI.
 
-They are sent where OTEL_EXPORTER_OTLP_ENDPOINT says; OpenTelemetry's other variables hold, too. FastAPI makes a
-request a part of its client's trace (`traceparent`). Without the variable nothing is recorded.
+They are sent where OTEL_EXPORTER_OTLP_ENDPOINT says; OpenTelemetry's other variables hold, too. FastAPI makes
+a request a part of its client's trace (`traceparent`). Without the variable nothing is recorded.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from serve.answered_by import name_engine
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
 from serve.json_answers import json_answer
+from serve.limits import Limits
 from serve.service import Service
 from serve.wire_bodies import (
     AnyRerank,
@@ -58,7 +59,7 @@ from serve.wire_bodies import (
 
 
 def add_routes(
-    app: FastAPI, require_service: Callable[[], Service], names: Sequence[str] = ()
+    app: FastAPI, require_service: Callable[[], Service], limits: Limits, names: Sequence[str] = ()
 ) -> None:
     """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal.
     `names`: those of the model, beside its fingerprint."""
@@ -71,6 +72,12 @@ def add_routes(
             raise Refusal("unknown_model", message, "model")
         return service
 
+    async def rerank_documents(
+        body: DocumentsRerank, request: Request, version: str
+    ) -> RerankResponse:
+        limits.require("documents", len(body.documents))
+        return await _rerank(require_model(body.model), body, request, version)
+
     @app.post(
         "/rerank",
         responses=error_responses(*REFUSALS, "unknown_model"),
@@ -79,7 +86,8 @@ def add_routes(
     async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
-            return await _rerank(require_model(body.model), body, request, "1")
+            return await rerank_documents(body, request, "1")
+        limits.require("texts", len(body.texts))
         text_scores = await _score(require_service(), body.query, body.texts, request)
         return [
             TextScore(
@@ -99,7 +107,7 @@ def add_routes(
     )
     async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
-        return await _rerank(require_model(body.model), body, request, "1")
+        return await rerank_documents(body, request, "1")
 
     @app.post(
         "/v2/rerank",
@@ -108,11 +116,12 @@ def add_routes(
     )
     async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Version 2 of Cohere's format."""
-        return await _rerank(require_model(body.model), body, request, "2")
+        return await rerank_documents(body, request, "2")
 
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
+        limits.require("inputs", len(body.inputs))
         return await _embed(require_service(), body, request)
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
@@ -124,6 +133,7 @@ def add_routes(
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
         service = require_model(body.model)
+        limits.require("input", len(body.input))
         text_vectors = await _encode_texts(service, body.input, request, body.dimensions)
 
         def response() -> EmbeddingsResponse:
@@ -169,13 +179,14 @@ def add_routes(
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, EmbedRequest):
-            return await _embed(require_service(), body, request)
+            return await embed(body, request)
         return await similarity(body, request)
 
     @app.post("/similarity", responses=error_responses(*REFUSALS))
     async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentences = body.inputs
+        limits.require("inputs.sentences", len(sentences.sentences))
         text_scores = await _score(
             require_service(), sentences.source_sentence, sentences.sentences, request
         )
