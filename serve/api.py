@@ -25,15 +25,15 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
 from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.bearer_tokens import BearerTokens
-from serve.cross_origin import CrossOrigin
 from serve.engine import Engine
-from serve.errors import CODES, REFUSALS, Refusal, error_responses
+from serve.errors import CODES, REFUSALS, Refusal, error_responses, require_at_most
 from serve.fields import FilledText, Integer, Text
 from serve.guard import Guard
 from serve.json_answers import json_answer, json_list
@@ -115,11 +115,11 @@ class RankRequest(Strict):
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
 
-    def require(self, limits: Limits) -> None:
+    def check_limits(self, limits: Limits) -> None:
         """Raises Refusal if it asks for more than the service allows."""
         for name in ("candidates", "allow", "deny"):
-            limits.require(name, len(getattr(self, name) or ()))
-        limits.require("top_k", self.top_k, "top_k")
+            require_at_most(limits, name, len(getattr(self, name) or ()))
+        require_at_most(limits, "top_k", self.top_k, "top_k")
 
     def query(self) -> RankQuery:
         candidates = None
@@ -261,7 +261,13 @@ def create_app(
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     if origins:
-        app.add_middleware(CrossOrigin, origins=origins)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", MODEL],
+        )
 
     def require_service() -> Service:
         if service is None:
@@ -288,12 +294,12 @@ def create_app(
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
         for each in body if isinstance(body, list) else [body]:
-            each.require(limits)
+            each.check_limits(limits)
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             milliseconds = 1000 * (time.monotonic() - began)
             return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
-        limits.require("body", len(body), "requests")
+        require_at_most(limits, "body", len(body), "requests")
         with ranker.batcher.one_request():
             rankings = [
                 asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
@@ -317,7 +323,7 @@ def create_app(
     )
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
-        limits.require("texts", len(body.texts))
+        require_at_most(limits, "texts", len(body.texts))
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)

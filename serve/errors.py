@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
+from serve.limits import Limits
 
 _SHOWN_CHARACTERS = 200  # of a client's input in an error message
 
@@ -99,6 +100,13 @@ def overload_refusal(waiting_s: float) -> Refusal:
 def too_late_refusal() -> Refusal:
     """The refusal of a request whose deadline is over. Clients do not send such a request again."""
     return Refusal("too_late", "the request's time was over before it was computed")
+
+
+def require_at_most(limits: Limits, field: str, count: int, limit: str = "candidates") -> None:
+    """Raises Refusal if the field of a request has or asks for more than this limit of the operator's."""
+    if count > (most := getattr(limits, limit)):
+        message = f"{field}: {count:,} are not allowed; allowed: at most {most:,} (limits.{limit})"
+        raise Refusal("invalid_request", message, field)
 
 
 def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:

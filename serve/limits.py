@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.errors import Refusal
-
 MAX_TURNS = 1000
 MAX_CANDIDATES = 10_000
 MAX_POOL_NAME = 200
@@ -58,11 +56,3 @@ class Limits(BaseModel):
         gt=0,
         description="Seconds of work that a request may wait for in a replica; else it is refused with 429.",
     )
-
-    def require(self, field: str, count: int, limit: str = "candidates") -> None:
-        """Raises Refusal if the field of a request has or asks for more than this limit."""
-        if count > (most := getattr(self, limit)):
-            message = (
-                f"{field}: {count:,} are not allowed; allowed: at most {most:,} (limits.{limit})"
-            )
-            raise Refusal("invalid_request", message, field)

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from serve.answered_by import name_engine
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, error_responses
+from serve.errors import REFUSALS, Refusal, error_responses, require_at_most
 from serve.json_answers import json_answer
 from serve.limits import Limits
 from serve.service import Service
@@ -75,7 +75,7 @@ def add_routes(
     async def rerank_documents(
         body: DocumentsRerank, request: Request, version: str
     ) -> RerankResponse:
-        limits.require("documents", len(body.documents))
+        require_at_most(limits, "documents", len(body.documents))
         return await _rerank(require_model(body.model), body, request, version)
 
     @app.post(
@@ -87,7 +87,7 @@ def add_routes(
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
             return await rerank_documents(body, request, "1")
-        limits.require("texts", len(body.texts))
+        require_at_most(limits, "texts", len(body.texts))
         text_scores = await _score(require_service(), body.query, body.texts, request)
         return [
             TextScore(
@@ -121,7 +121,7 @@ def add_routes(
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
-        limits.require("inputs", len(body.inputs))
+        require_at_most(limits, "inputs", len(body.inputs))
         return await _embed(require_service(), body, request)
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
@@ -133,7 +133,7 @@ def add_routes(
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
         service = require_model(body.model)
-        limits.require("input", len(body.input))
+        require_at_most(limits, "input", len(body.input))
         text_vectors = await _encode_texts(service, body.input, request, body.dimensions)
 
         def response() -> EmbeddingsResponse:
@@ -186,7 +186,7 @@ def add_routes(
     async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentences = body.inputs
-        limits.require("inputs.sentences", len(sentences.sentences))
+        require_at_most(limits, "inputs.sentences", len(sentences.sentences))
         text_scores = await _score(
             require_service(), sentences.source_sentence, sentences.sentences, request
         )
