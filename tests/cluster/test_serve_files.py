@@ -8,12 +8,15 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +31,7 @@ import yaml
 from jobs import dashboard
 from pipeline import storage
 from pipeline.artifact import Artifact
+from serve.client import Client
 from tests.helpers import free_port, job_command
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
@@ -288,6 +292,54 @@ def test_the_text_of_the_rayservice_starts(cluster, lake, model):
     file = cluster.write("rayservice.yaml", manifest["spec"]["serveConfigV2"], lake)
     cluster.serve_deploy(file)
     require_two_replicas_with_tokens(cluster, model)
+
+
+@pytest.mark.long
+def test_the_death_of_a_replica_costs_no_client_a_request(cluster):
+    """Of the service that the test before has deployed, behind HAProxy. Each client asks once more."""
+    cohere, openai = map(pytest.importorskip, ("cohere", "openai"))
+    url, token = f"http://127.0.0.1:{cluster.port}", TOKENS[0]
+    ours = Client(url, token, retries=1)
+    openai_client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=1)
+    cohere_client = cohere.ClientV2(api_key=token, base_url=url)
+    ask_once_more = {"max_retries": 1}
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": lambda: ours.rank(CONTEXT["context"], pool="replies").results,
+        "openai": lambda: openai_client.embeddings.create(model="dialogue", input=["hi"]).data,
+        "cohere": lambda: (
+            cohere_client.rerank(
+                model="dialogue", query="hi", documents=["a"], request_options=ask_once_more
+            ).results
+        ),
+    }
+    answers, stop = Counter[str](), threading.Event()
+
+    def go_on_asking(name: str) -> None:
+        while not stop.is_set():
+            assert calls[name]()
+            answers[name] += 1
+
+    def pids() -> set[int]:
+        (ranker,) = cluster.application("dialogue")["deployments"].values()
+        return {each["pid"] for each in ranker["replicas"] if each["state"] == "RUNNING"}
+
+    def all_have_asked(times: int) -> bool:
+        assert not any(each.done() for each in asking)  # else it raises what a client was told
+        return all(answers[name] >= times for name in calls)
+
+    before = pids()
+    with ThreadPoolExecutor(len(calls)) as threads:
+        asking = [threads.submit(go_on_asking, name) for name in calls]
+        try:
+            until(lambda: all_have_asked(20))
+            os.kill(min(before), signal.SIGKILL)
+            until(lambda: len(pids() - {min(before)}) == 2 and all_have_asked(20))
+            heard = max(answers.values())
+            until(lambda: all_have_asked(heard + 20))
+        finally:
+            stop.set()
+            for each in asking:
+                each.result(60)
 
 
 # The examples, one after the other on the same cluster
