@@ -204,6 +204,14 @@ def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]
 
 
 @contextmanager
+def start_search_evaluation(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
+    """Opens the run of an evaluation by a collection that is no artifact."""
+    inputs = {"model": model.reference()}
+    with _open("evaluate_search", Path(model.uri).name, inputs, settings) as run:
+        yield run
+
+
+@contextmanager
 def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
     """Opens the run of a promotion of `model`, which makes no artifact."""
     name = str(settings["registered_model"])
