@@ -41,10 +41,10 @@ class Config:
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
     with intent/banking77."""
-    table: Literal[2, 3, 4, 5, 6, 7, 8, "distill", "encoders"] = 5
-    """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
-    7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
-    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
+    table: Literal[2, 4, 5, "distill", "encoders"] = 5
+    """For paper: 2 negatives, 4 models, 5 inference time. distill: what poly-64 learns from a cross-encoder,
+    on a corpus of jobs.score_candidates. encoders: rankers from several encoders, beside those from the
+    first."""
     encoder: tuple[str, ...] = ()
     """For finetune, paper and gpu: an encoder, as for jobs.finetune. gpu makes a new one by default;
     --table encoders takes several. For embed: the encoder whose time is measured by the length of a text;
@@ -148,7 +148,7 @@ def run(config: Config) -> program.Summary:
         encoder, _ = open_encoder(encoder_uri)
         corpus = open_artifact(config.corpus[0], "corpus")
 
-        from jobs.benchmarks import inference_time
+        from jobs.benchmarks.paper import inference_time
 
         rows = inference_time.measure(config.size, encoder.local(), corpus)
     elif config.part == "finetune":

@@ -60,7 +60,7 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
     """Prints the rows as a table. Writes them to a JSON file if one is named, each with its source."""
     print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
     for row in rows:
-        numbers = [_number(row.ours), _number(row.peer), _number(row.ratio), _number(row.floor)]
+        numbers = map(number, (row.ours, row.peer, row.ratio, row.floor))
         print("{:44} {:>12} {:>12} {:>7} {:>12}  {}".format(row.row, *numbers, row.unit))
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
@@ -86,10 +86,15 @@ def read_rows(file: Path) -> list[BenchmarkRow]:
     ]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits that count; None: ""."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.5f}"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 @dataclass(frozen=True)

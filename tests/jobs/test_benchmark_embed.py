@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jobs.benchmarks import growth, sequence_length
+from jobs.benchmarks import pictures, sequence_length
 from pipeline.models import inference
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer
@@ -89,7 +89,7 @@ def test_the_fastest_round_counts(measure, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(sequence_length, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     assert measure(encoder(300)).code == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    [curve] = growth.curves(rows)
+    [curve] = pictures.curves(rows)
     assert [n for n, _ in curve.points] == [32, 64, 128, 256]  # as far as the positions go
     assert [ms for _, ms in curve.points] == pytest.approx([n**2 / 1e3 for n, _ in curve.points])
     assert curve.slope == pytest.approx(2)

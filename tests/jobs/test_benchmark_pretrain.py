@@ -13,7 +13,7 @@ import torch
 
 from jobs import benchmark
 from jobs import pretrain as pretrain_job
-from jobs.benchmarks import gpu, growth, pretrain, pretraining_peers
+from jobs.benchmarks import gpu, pictures, pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline.config import BadInput
@@ -173,7 +173,7 @@ def test_workers_double_up_to_the_cores_and_the_micro_batches(
     rows = {row.row: asdict(row) for row in pretrain.measure("small", [corpus], options, tmp_path)}
     assert sorted(ran) == workers
     row = rows["pretrain.by_workers"]
-    [curve] = growth.curves([row])
+    [curve] = pictures.curves([row])
     assert [count for count, _ in curve.points] == workers
     assert curve.slope == pytest.approx(0.8)
     most = workers[-1]

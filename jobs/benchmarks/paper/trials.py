@@ -102,10 +102,6 @@ class Outcome:
     """All steps at this rate."""
     peak_memory_mib: float
     """Peak of one worker: a GPU's tensors, or the whole process."""
-    trained_in: str
-    """The precision of training; "" for trials of earlier code."""
-    ranked_in: str
-    """The precision of the evaluation; "" for trials of earlier code."""
 
 
 def task_of(corpus: Artifact) -> str:
@@ -187,8 +183,7 @@ def outcome(job: Job) -> Outcome | None:
     if not storage.exists(storage.join(job.evaluation, MANIFEST)):
         return None
     evaluation = open_artifact(job.evaluation, "evaluation")
-    training = open_artifact(job.train.output, "ranker").manifest
-    training_metrics = training["metrics"]
+    training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
     with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
         ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
     # A training that was resumed after its last step has no rate.
@@ -199,8 +194,6 @@ def outcome(job: Job) -> Outcome | None:
         steps_per_s * job.train.finetune.batch_examples,
         training_metrics["step"] / steps_per_s / 60,
         training_metrics.get("peak_memory_mib", math.nan),
-        training.get("precision", ""),
-        evaluation.manifest.get("precision", ""),
     )
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.benchmarks import pictures
 from jobs.benchmarks.measure import BenchmarkRow
-from jobs.benchmarks.serving import by_clients, pictures, services
+from jobs.benchmarks.serving import by_clients, services
 from jobs.benchmarks.serving.inputs import contexts_and_texts
 from jobs.benchmarks.serving.load import LoadResult, Step, clients, poisson
 from pipeline.artifact import Artifact

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.benchmarks import pictures
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
-from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
     SIZES,
