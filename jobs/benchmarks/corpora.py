@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import BenchmarkRow, Run, kill_often, run_job
+from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, kill_often, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
@@ -108,13 +108,8 @@ def _reader(corpus: Path) -> BenchmarkRow:
         ):
             pass
 
-    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
-    for _ in range(5):
-        for read, seconds in times.items():
-            began = time.perf_counter()
-            read()
-            seconds.append(time.perf_counter() - began)
-    our_rate, peer_rate = (len(rows) / min(seconds) for seconds in times.values())
+    seconds = in_turn({"ours": ours, "theirs": theirs}, 5)
+    our_rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
     return BenchmarkRow(
         "corpora.reader.vs_pyarrow_dataset",
         our_rate,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import random
 import shutil
 import time
@@ -76,7 +75,7 @@ def measure(
             BenchmarkRow(
                 f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
                 ours, "samples/s", peer=theirs, ratio=ours / theirs,
-                detail={"precision": precision, "load": os.getloadavg()[0]},
+                detail={"precision": precision},
             )
         )  # fmt: skip
         if not results:  # for one precision only

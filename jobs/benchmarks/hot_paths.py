@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs import cluster
 from jobs.benchmarks import search
+from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.config import digest
@@ -64,7 +65,7 @@ def _profile_paths(
 ) -> list[BenchmarkRow]:
     ranker = search.poly_encoder(model)
     inference.prepare(ranker, torch.device("cpu"))
-    contexts, texts = search.questions_and_texts(corpora, _QUESTIONS[size], _TEXTS[size])
+    contexts, texts = read_contexts(corpora[0], _QUESTIONS[size]), read_texts(corpora, _TEXTS[size])
     folder = work / "hot_paths" / digest([model.fingerprint, _CANDIDATES[size], texts])
     folder.mkdir(parents=True, exist_ok=True)
     rows_NT = ranker.candidate_rows(texts)

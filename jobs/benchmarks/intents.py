@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jobs import classify_intents
-from jobs.benchmarks.embed import minilm_folder
+from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.classification.settings import HeadConfig

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from pipeline.config import BadInput
 from pipeline.provenance import git_revision
+
+Key = TypeVar("Key")
+"""Of a way to do the same."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ def source(size: str) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": git_revision() or "unknown",
         "machine": f"{machine['cores']} cores, {machine['cpu']}",
+        "load": f"{os.getloadavg()[0]:.1f}",
     }
 
 
@@ -95,6 +99,24 @@ def number(value: float | None) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def in_turn(ways: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each way, round by round. The ways take turns, so that all have the same machine.
+
+    A round before the first one, which compiles, allocates and maps pages, does not count. The clock waits
+    for a GPU.
+    """
+    from torch.utils.benchmark import timer
+
+    seconds: dict[Key, list[float]] = {way: [] for way in ways}
+    for round_number in range(rounds + 1):
+        for way, run in ways.items():
+            began = timer()
+            run()
+            if round_number:
+                seconds[way].append(timer() - began)
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _MOST = 4.0  # times the bound of a target; what is above ends there
 _SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
 _COLUMNS = 3
 # The same rows give the same bytes. Letters stay letters.
-_STYLE = {"font.size": 7, "svg.fonttype": "none", "svg.hashsalt": "polyrank"}
+_STYLE: dict[Any, Any] = {"font.size": 7, "svg.fonttype": "none", "svg.hashsalt": "polyrank"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Curve:
     @property
     def slope(self) -> float:
         """Slope of the least-squares line through the logarithms."""
-        return float(np.polyfit(*np.log(self.points).T, deg=1)[0])
+        xs, ys = np.log(np.array(self.points)).T
+        return float(np.polyfit(xs, ys, 1)[0])
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
@@ -183,5 +184,6 @@ def _times_and_rates(title: str, result: LoadResult) -> tuple[Figure, Axes, Axes
 
 
 def _plot_rate(axes: Axes, name: str, result: LoadResult, start_s: float = 0.0) -> None:
-    seconds = np.arange(int(result.end_s) + 1)
-    axes.plot(start_s + seconds, [result.per_s(s, s + 1.0) for s in seconds], label=name)
+    seconds = range(int(result.end_s) + 1)
+    starts = [start_s + second for second in seconds]
+    axes.plot(starts, [result.per_s(second, second + 1.0) for second in seconds], label=name)

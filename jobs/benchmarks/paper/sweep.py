@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def rows(
         outcomes = [result for result in results if isinstance(result, Outcome)]
         failures = [result for result in results if isinstance(result, str)]
         row, peer = f"{name}.{task}.{trial_name}", row_jobs[0].trial.published_for(task)
-        detail = {"failed": failures} if failures else {}
+        detail: dict[str, Any] = {"failed": failures} if failures else {}
         if not outcomes:
             result_rows.append(BenchmarkRow(row, None, "R@1", peer, detail=detail))
             continue

@@ -33,7 +33,7 @@ from jobs.benchmarks.serving.any_service import (
     require_answers,
 )
 from jobs.benchmarks.serving.in_process import InProcess
-from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
+from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
 from jobs.benchmarks.serving.noop import Noop
 from jobs.benchmarks.serving.peers import Peer, peers
@@ -62,7 +62,7 @@ def measure(
     selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
     require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, texts = contexts_and_texts(corpora, sizes.questions, sizes.candidates)
+    contexts, texts = read_questions_and_candidates(corpora, sizes.questions, sizes.candidates)
     args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
     report_rows = list[BenchmarkRow]()
     with services.session() as port:
