@@ -77,8 +77,9 @@ def _model_of_papers_size(
     ranker = load_ranker(folder / "model")
     tensors = itertools.chain(ranker.network.buffers(), ranker.network.parameters())
     parameters = sum(tensor.numel() for tensor in tensors)
+    note = f"{len(subwords):,} subwords (the paper: {_SUBWORDS:,})."
     detail = {"load, seconds": round(min(seconds), 3), "parameters": parameters,
-              "subwords": len(subwords)}  # fmt: skip
+              "subwords": len(subwords), "note": note}  # fmt: skip
     return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
@@ -107,6 +108,7 @@ def _rates(
     detail = {
         "texts": len(texts), "tokens in a text": round(float(np.mean(tokens)), 1),
         "precision": ranker.precision, "threads": torch.get_num_threads(),
+        "note": f"{len(texts):,} texts of {np.mean(tokens):.0f} tokens in the mean.",
         "seconds, by round": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
     }  # fmt: skip
     name = "convert.encode_vs_minilm_sentence_transformers"
@@ -118,7 +120,7 @@ def _rates(
         BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
             peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
         BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
-            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone_count}),
+            ratio=ms["minilm"] / ms["ours"], detail={"note": f"{alone_count} texts."}),
     ]  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     inference.prepare(ranker, torch.device("cpu"))
     seconds = in_turn(encoders, rounds)
     best_rates = {name: len(texts) / min(times) for name, times in seconds.items()}
-    detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
+    detail = {"note": f"{len(texts):,} texts.", "seconds, by round": {k: [round(s, 3) for s in v] for k, v
               in seconds.items()}}  # fmt: skip
     return [
         BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best_rates["bf16"],
@@ -173,7 +175,7 @@ def _points_lost_in_8_bits(model: Artifact, question_set: Questions) -> Benchmar
     scorer.ranker.quantise()
     points["int8"] = _points(scorer, question_set)
     lost = points["float32"] - points["int8"]
-    detail = {"R@1/100": points, "examples": len(question_set)}
+    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
     return BenchmarkRow("convert.int8.points_lost", lost, "points of R@1", detail=detail)
 
 
@@ -185,11 +187,7 @@ def _points_over_words(corpus: Artifact, model: Artifact, question_set: Question
     }  # fmt: skip
     points = {name: _points(scorer, question_set) for name, scorer in scorers.items()}
     over = points["convert"] - max(points["bm25"], points["tf-idf"])
-    detail = {
-        "R@1/100": points,
-        "examples": len(question_set),
-        "candidates": question_set.candidates,
-    }
+    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
     row = "convert.reddit_1_of_100.points_over_bm25"
     return BenchmarkRow(row, over, "points of R@1", detail=detail)
 

@@ -118,6 +118,9 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
         ways[name] = functools.partial(top_rows, pool, vectors.numpy(), _TOP_K)
         ways[f"{name}, plain torch"] = functools.partial(_copy_and_plain_top, matrix_ND, vectors)
     ms = {name: 1e3 * median(times) for name, times in in_turn(ways, scale.rounds).items()}
+    # The names are those of a GPU's scale.
+    about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
+    note = {"note": f"{about}, {device.type}."}
     flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
     contexts = list(questions.double().numpy())
@@ -129,7 +132,7 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
         "candidates": len(pool), "dimensions": scale.dimensions, "vectors": scale.vectors,
         "GB/s read": round(matrix_ND.nbytes / ms["read"] / 1e6),
         "scored again in float64, rows": [len(open_rows[place]) for place in range(_TOGETHER)],
-        "by": "Triton" if any(device_scores._agreement.values()) else "plain torch",
+        "by": "Triton" if any(device_scores._agreement.values()) else "plain torch", **note,
     }  # fmt: skip
     return [
         BenchmarkRow(
@@ -141,11 +144,12 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
             "gpu.search.16_contexts_share_of_peak", flops / (ms["16"] / 1e3) / peak.flops,
             "of the peak of bf16", peer=flops / (ms["16, plain torch"] / 1e3) / peak.flops,
             ratio=ms["16, plain torch"] / ms["16"], floor=1.0,
-            detail={"peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source},
+            detail={"peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source, **note},
         ),
         BenchmarkRow(
             "gpu.search.10m_bi_time_over_read_floor", ms["bi"] / ms["read"], "reads of the matrix",
             peer=ms["bi, plain torch"] / ms["read"], ratio=ms["bi, plain torch"] / ms["bi"],
+            detail=note,
         ),
     ]  # fmt: skip
 
@@ -240,7 +244,7 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
         f"gpu.pretrain.mfu_bert_base_{length}",
         max((values["mfu"] for values in rates.values()), default=None), "MFU", floor=1.0,
         detail={**rates, **failures, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
-                "device": name},
+                "device": name, "note": f"{scale.shape.layers} layers of {scale.shape.width}, {name}."},
     )  # fmt: skip
 
 

@@ -132,12 +132,15 @@ def _times(
         "questions": len(questions), "threads": torch.get_num_threads(),
     }  # fmt: skip
     name = "search.exact_1m_m64"
+    # The name is that of the full size.
+    note = {"note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}
+    detail, passes = {**detail, **note}, "passes over the bf16 matrix"
     rows = [
         BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
-        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
-        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"],
-                     "passes over the bf16 matrix"),
+        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], passes, detail=note),
+        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"], passes,
+                     detail=note),
     ]  # fmt: skip
     for method in ("pruned", "approximate"):
         shares = {
@@ -147,11 +150,14 @@ def _times(
             "dtype": pool_float32.dtype,
             f"of {pool.dtype}": round(shares[""], 3),
             **checks[method],
+            **note,
         }
         share = shares[", float32"]
         if method == "approximate":
             recall = checks[method]["recall"]
-            rows.append(BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10"))
+            rows.append(
+                BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10", detail=note)
+            )
             if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
                 method_detail |= {"missed": f"recall@10 < {_ENOUGH_RECALL}", "share": share}
                 share += 1
@@ -160,7 +166,7 @@ def _times(
     if "alone" in ms:
         batch_gain = ms["alone"] / ms["together"]
         rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
-                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain))  # fmt: skip
+                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain, detail=note))  # fmt: skip
     return rows
 
 
@@ -194,7 +200,8 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
     }
     seconds = _seconds(searches, len(questions), 3 * rounds)
     detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
-              "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores"}  # fmt: skip
+              "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores",
+              "note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}  # fmt: skip
     ratio = seconds["poly"] / seconds["bi"]
     return BenchmarkRow("search.exact_100k.poly64_time_over_bi", ratio, "times", detail=detail)
 
@@ -237,7 +244,8 @@ def _by_size(
     ):
         worst = max(ratios, key=lambda label: ratios[label])
         shown = {label: round(ratio, 2) for label, ratio in ratios.items()}
-        row_detail = {"worst": worst, "ratios": shown, **(detail if not rows else {})}
+        note = f"Worst of {len(ratios)}, up to {len(pool):,} rows: {worst}."
+        row_detail = {"worst": worst, "ratios": shown, "note": note, **(detail if not rows else {})}
         rows.append(BenchmarkRow(name, ratios[worst], "times", detail=row_detail))
     return rows
 

@@ -38,6 +38,7 @@ def test_what_a_gpu_runs_runs_on_a_cpu():
         "gpu.pretrain.mfu_bert_base_512",
     ]
     assert all(row.ours is not None and row.ours >= 0 for row in rows.values())
+    assert all(row.detail["note"].endswith("cpu.") for row in rows.values()), "no GPU's 10 million"
     kinds = [name for name in rows["gpu.pretrain.mfu_bert_base_512"].detail if "tokens" in name]
     assert kinds == ["eager, 1,024 tokens", "compiled, 1,024 tokens"]
 

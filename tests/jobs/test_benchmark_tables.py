@@ -212,7 +212,7 @@ def test_what_is_written(paper, trained, tmp_path):
     assert (bi["peer"], bi["unit"]) == (0.817, "R@1/20")
     low, high = bi["detail"]["interval of R@1"]
     assert 0 <= low <= bi["ours"] <= high <= 1
-    assert bi["detail"]["note"].endswith(f"95 % over questions: {low:.3f} to {high:.3f}.")
+    assert bi["detail"]["note"].endswith(f" questions: {low:.3f} to {high:.3f}; small recipes.")
     assert bi["detail"]["samples/s"] == 32  # 64 in a batch, half a step a second
     assert bi["detail"]["minutes"] == 1  # 30 steps
     assert bi["detail"]["peak MiB"] == 700
@@ -278,8 +278,8 @@ def test_a_row_is_the_mean_over_seeds_of_the_same_questions(plan):
 
     jobs = [plan(4, name, seed) for name in ("bi", "poly-64") for seed in (0, 1)]
     found = (outcome(1, 2, 1, 1), outcome(1, 1, 3, 1), outcome(1, 1, 1, 1), "out of memory")
-    labels = [job.label for job in jobs]
-    bi, poly, difference = sweep.rows("t", TABLES[4], jobs, dict(zip(labels, found, strict=True)))
+    outcomes = dict(zip([job.label for job in jobs], found, strict=True))
+    bi, poly, difference = sweep.rows("t", "small recipes", TABLES[4], jobs, outcomes)
     assert (bi.row, bi.ours, bi.unit) == ("t.convai2.bi", 0.75, "R@1/20")
     assert bi.detail["deviation"] == 0
     low, high = bi.detail["interval of R@1"]

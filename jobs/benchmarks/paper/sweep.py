@@ -37,11 +37,15 @@ def measure(
     outcomes = trials.run(jobs)
     if not any(isinstance(outcome, Outcome) for outcome in outcomes.values()):
         raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
-    return rows(f"paper.{number}", table, jobs, outcomes)
+    return rows(f"paper.{number}", f"{setting.size} recipes", table, jobs, outcomes)
 
 
 def rows(
-    name: str, table: Table, jobs: Sequence[Job], outcome_of_label: Mapping[str, Outcome | str]
+    name: str,
+    about: str,
+    table: Table,
+    jobs: Sequence[Job],
+    outcome_of_label: Mapping[str, Outcome | str],
 ) -> list[BenchmarkRow]:
     """One for each task and trial over its seeds, and one for each of the table's comparisons."""
     jobs_of_row: dict[tuple[str, str], list[Job]] = {}
@@ -60,13 +64,13 @@ def rows(
             continue
         hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
         hits_of_row[task, trial_name] = hits_SN.mean(axis=0)
-        detail |= _seed_detail(hits_SN, outcomes)
+        detail |= _seed_detail(hits_SN, outcomes, about)
         metric = next(iter(outcomes[0].metrics))
         result_rows.append(BenchmarkRow(row, float(hits_SN.mean()), metric, peer, detail=detail))
     return [*result_rows, *_comparisons(name, table, hits_of_row)]
 
 
-def _seed_detail(hits_SN: Floats, outcomes: Sequence[Outcome]) -> dict[str, object]:
+def _seed_detail(hits_SN: Floats, outcomes: Sequence[Outcome], about: str) -> dict[str, object]:
     """Means over the seeds, with the 95 % interval over questions."""
     by_seed = hits_SN.mean(axis=1)
     deviation = float(by_seed.std(ddof=1)) if len(outcomes) > 1 else None
@@ -83,7 +87,7 @@ def _seed_detail(hits_SN: Floats, outcomes: Sequence[Outcome]) -> dict[str, obje
         "samples/s": float(np.mean([outcome.samples_per_s for outcome in outcomes])),
         "minutes": float(np.mean([outcome.minutes for outcome in outcomes])),
         "peak MiB": float(np.mean([outcome.peak_memory_mib for outcome in outcomes])),
-        "note": f"{plus_minus}95 % over questions: {low:.3f} to {high:.3f}.",
+        "note": f"{plus_minus}95 % over {hits_SN.shape[1]:,} questions: {low:.3f} to {high:.3f}; {about}.",
     }
 
 

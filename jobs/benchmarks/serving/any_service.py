@@ -151,8 +151,8 @@ class AnyService:
             BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
                          detail={
                 "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
-                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
-                "seconds": self.size.steady_s}),
+                "statuses": steady.statuses(),
+                "note": f"{self.size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."}),
             BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
                 ratio=goodput / saturation, detail={
                     "statuses": overload.statuses(),
@@ -160,7 +160,8 @@ class AnyService:
                     "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after}),
+                    "MiB before": memory_before, "MiB after": memory_after,
+                    "note": f"{self.size.overload_s:.0f} s."}),
             BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
                 "requests/s: p50, p99, ms": [
                     [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],

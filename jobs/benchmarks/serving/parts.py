@@ -133,7 +133,7 @@ class _OwnService(AnyService):
             "p50 in process without a pause, ms": round(unpaused_ms, 2),
             "p50 of an empty deployment, ms": round(noop_ms, 2),
             "overhead over the empty deployment's": round((service_ms - process_ms) / noop_ms, 2),
-            "requests": len(service_seconds), "candidates": self.size.candidates,
+            "note": f"{self.size.candidates:,} candidates, {len(service_seconds):,} requests.",
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
         return [
@@ -181,12 +181,14 @@ class _OwnService(AnyService):
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
         }
         process_gain = round(process_rate * float(np.mean(alone_s)), 2)
+        size = self.size
+        about = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
         return [
             BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
-                ratio=batched_rate / process_rate, detail=rounds),
+                ratio=batched_rate / process_rate, detail={**rounds, "note": about}),
             BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
                 ratio=batched_rate / unbatched_rate,
-                detail={"in process, 16 together over one by one": process_gain}),
+                detail={"in process, 16 together over one by one": process_gain, "note": about}),
         ]  # fmt: skip
 
     def burst(self) -> list[BenchmarkRow]:
@@ -276,8 +278,8 @@ class _OwnService(AnyService):
                 our_rate, peer_rate = (float(np.median(rates[side])) for side in sides)
                 rows.append(BenchmarkRow(f"serve.{task}.vs_{peer.name}", our_rate, "requests/s",
                     peer=peer_rate, ratio=our_rate / peer_rate, detail={
-                        "texts a request": len(text_lists[0]) - (task == "rerank"),
-                        "clients": CLIENTS, "threads of each side": cores}))  # fmt: skip
+                        "note": f"{len(text_lists[0]) - (task == 'rerank')} texts a request, "
+                                f"{CLIENTS} clients, {cores} threads on each side."}))  # fmt: skip
         return rows
 
 
