@@ -32,10 +32,9 @@ from jobs.benchmarks.serving.any_service import (
     request_bodies,
     require_answers,
 )
-from jobs.benchmarks.serving.in_process import InProcess
+from jobs.benchmarks.serving.baselines import InProcess, Noop
 from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
-from jobs.benchmarks.serving.noop import Noop
 from jobs.benchmarks.serving.peers import Peer, peers
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
