@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, kill_often, run_job
+from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, job, kill_group, run_job, workers_of
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
@@ -131,21 +136,38 @@ def _reader(corpus: Path) -> BenchmarkRow:
 
 
 def _kills(dump: Path, comments: int, work: Path, kills: int) -> BenchmarkRow:
-    """Kills the job at random moments, goes on with the same command, and compares the rows."""
+    """Kills the job at random moments, goes on with the same command, and compares the rows.
+
+    Half of the kills hit one worker, the others the driver with its node. A job that comes to its end between
+    two kills starts over.
+    """
     undisturbed, output = work / "undisturbed", work / "killed"
     seconds = _prepare(dump, undisturbed).seconds
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(f"{output}.partial", ignore_errors=True)
-    counts = kill_often(
-        "prepare_corpus",
-        ("--corpus", "reddit", "--input", dump, "--output", output),
-        kills,
-        seconds,
-        check_output=lambda: _require_same_corpus(undisturbed, output),
-        start_over=lambda: shutil.rmtree(output),
-    )
-    detail = {**counts, "note": f"{comments:,} comments."}
+    command = ("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
+    rng, counts = random.Random(0), Counter[str]()
+    while counts.total() < kills:
+        with job(*command, stderr=subprocess.DEVNULL) as process:
+            while counts.total() < kills:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0, seconds))
+                    break
+                workers = workers_of(process.pid)
+                if rng.random() < 0.5 and workers:
+                    with suppress(psutil.Error):
+                        rng.choice(workers).kill()
+                        counts["worker"] += 1
+                else:
+                    kill_group(process)
+                    counts["driver and node"] += 1
+        if process.returncode == 0:
+            _require_same_corpus(undisturbed, output)
+            shutil.rmtree(output)
+    run_job(*command)
+    _require_same_corpus(undisturbed, output)
     unit = "kills; the rows are those of one run"
+    detail = {**counts, "note": f"{comments:,} comments."}
     return BenchmarkRow("corpora.reddit.kills", kills, unit, detail=detail)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from jobs.benchmarks import pictures
-from jobs.benchmarks.measure import BenchmarkRow, read_rows
+from jobs.benchmarks.measure import BenchmarkRow, read_rows, samples_of
 from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
@@ -240,11 +240,11 @@ class _OwnService(AnyService):
         }  # fmt: skip
         with (
             services.ranking(self.port, self.args, **options) as url,
-            services.Watch(lambda: services.replicas(self.args.name), 0.5) as watch,
+            samples_of(lambda: services.replicas(self.args.name), 0.5) as samples,
         ):
             result = self.send_poisson(url, steps)
-        pictures.scaling(result, watch.samples, steps, self.work / "scaling.png")
-        counts = [int(count) for _, count in watch.samples]
+        pictures.scaling(result, samples, steps, self.work / "scaling.png")
+        counts = [int(count) for _, count in samples]
         changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
         lost_count = int(np.count_nonzero(~np.isin(result.status, (200, 429))))
         return [BenchmarkRow("serve.scaling.requests_lost", lost_count, "requests", detail={
