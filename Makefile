@@ -51,7 +51,7 @@ DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/
 DATA_OF_paper := $(DATA_OF_finetune)
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
 DATA_OF_corpora := --kills 2
-DATA_OF_embed := --data $(or $(DATA),.data) --kills 2
+DATA_OF_embed := --data $(or $(DATA),.data)
 DATA_OF_intents := --data $(or $(DATA),.data)
 
 benchmark: $(BENCHMARKS:%=benchmark-%)

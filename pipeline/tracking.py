@@ -219,15 +219,6 @@ def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
         yield run
 
 
-@contextmanager
-def start_sweep(
-    name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
-) -> Iterator[Run]:
-    """Opens the run of a comparison of many models, whose own runs lie beside it."""
-    with _open("benchmark", name, inputs, settings) as run:
-        yield run
-
-
 def server() -> str:
     """The address for processes elsewhere."""
     return _absolute_uri(mlflow.get_tracking_uri())
