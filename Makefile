@@ -67,7 +67,7 @@ lint: .venv/installed
 
 # After a change of the HTTP interface; a test compares.
 openapi: .venv/installed
-	$(BIN)/python -m serve.api > serve/openapi.json
+	$(BIN)/python -m serve.http.api > serve/openapi.json
 
 # After a change of kuberay/raycluster.yaml or serve/config.cluster.yaml; a test compares.
 kuberay: .venv/installed

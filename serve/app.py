@@ -38,13 +38,13 @@ from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from pipeline.retrieval.pools.shard import Share
 from serve import tracing
-from serve.answered_by import ModelAnswer
-from serve.api import create_app
 from serve.batcher import Batch
-from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
 from serve.follower import Follower
-from serve.guard import log_to_stderr
+from serve.http.answered_by import ModelAnswer
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
+from serve.http.guard import log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service

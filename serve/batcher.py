@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve import tracing
-from serve.errors import Refusal, overload_refusal, too_late_refusal
+from serve.refusals import Refusal, overload_refusal, too_late_refusal
 
 _BULK = 4.0
 """Beside interactive requests, bulk requests get a fifth of the time."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve import metrics
 
-from serve.answered_by import ModelAnswer
 from serve.batcher import Batch, Batcher
+from serve.http.answered_by import ModelAnswer
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]

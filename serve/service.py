@@ -30,9 +30,9 @@ from serve.engine import (
     search_cost,
     search_share,
 )
-from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.masks import ALL_ROWS, RowFilter
+from serve.refusals import CODES, Refusal
 
 ResultT = TypeVar("ResultT")
 # Candidates of a pool that the second stage scores. Not tuned.

@@ -35,9 +35,9 @@ from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.tasks import executors
 from pipeline.training import estimate
 from pipeline.training.settings import TokenizerConfig
-from serve import api
-from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
+from serve.http import api
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 from tests.pages import BLOCKS, ROOT, Block, is_listed, program_of
 from tests.serve.live import serving

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from jobs import serve as serve_job
-from serve.bearer_tokens import FILE, HASHES
+from serve.http.bearer_tokens import FILE, HASHES
 from tests.helpers import free_port
 
 

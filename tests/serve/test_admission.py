@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serve.batcher import SENDER, Batcher, Stage
-from serve.errors import Refusal
+from serve.refusals import Refusal
 
 from .conftest import Clock
 

@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.pool import Pool
-from serve import api, app
+from serve import app
 from serve.batcher import SENDER, Stage
 from serve.engine import search_share
-from serve.errors import CODES, REFUSALS
+from serve.http import api
 from serve.limits import Limits
+from serve.refusals import CODES, REFUSALS
 from serve.service import Service
 
 from .conftest import REPLIES, Asking, ask, run, serving
 
-OPENAPI = Path(api.__file__).with_name("openapi.json")
+OPENAPI = Path(app.__file__).with_name("openapi.json")
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
 TEXTS = ["tea", "i sail on the harbour", "no", "a nurse"]
 

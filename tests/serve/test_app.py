@@ -23,7 +23,7 @@ from ray.serve.schema import (
 from pipeline.config import BadInput
 from pipeline.registry import REGISTRY
 from serve import app
-from serve.bearer_tokens import HASHES, BearerTokens
+from serve.http.bearer_tokens import HASHES, BearerTokens
 from serve.metrics import Metrics
 from serve.service import RankAnswer, Service
 from serve.versions import Versions

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.errors import Refusal
 from serve.masks import ENTRY_BYTES, Masks
+from serve.refusals import Refusal
 
 from .conftest import Clock, run
 

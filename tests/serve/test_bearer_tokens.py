@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import BadInput
-from serve.bearer_tokens import FILE, HASHES, BearerTokens
+from serve.http.bearer_tokens import FILE, HASHES, BearerTokens
 
 
 def hash_of(token: str) -> str:

@@ -15,8 +15,9 @@ from fastapi.testclient import TestClient
 
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
-from serve import api, app
+from serve import app
 from serve.engine import Engine
+from serve.http import api
 from serve.service import Service
 
 from .conftest import run

@@ -22,12 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from serve.api import create_app
-from serve.bearer_tokens import BearerTokens
 from serve.client import AsyncClient, Client, ServiceError
 from serve.client_types import Question, Ranking
 from serve.engine import Engine
-from serve.errors import CODES, Refusal
+from serve.http import errors
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
+from serve.refusals import CODES, Refusal
 from serve.service import Service
 
 from .conftest import REPLIES
@@ -109,7 +110,7 @@ class Refusing:
 
 def refused(status: int, retry_after: str | None = None) -> Response:
     code = next(code for code, meaning in CODES.items() if meaning.status == status)
-    response = Refusal(code, "not now").response()
+    response = errors.response(Refusal(code, "not now"))
     if retry_after is not None:
         response.headers["retry-after"] = retry_after
     return response

@@ -35,8 +35,8 @@ from pipeline.retrieval.pools.shard import Share
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine
-from serve.errors import Refusal
 from serve.masks import RowFilter
+from serve.refusals import Refusal
 from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard
 

@@ -17,10 +17,10 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.responses import JSONResponse
 
-from serve import api, guard
 from serve.batcher import Batcher
-from serve.bearer_tokens import BearerTokens
-from serve.guard import Guard
+from serve.http import api, guard
+from serve.http.bearer_tokens import BearerTokens
+from serve.http.guard import Guard
 from serve.limits import Limits
 
 from .conftest import Clock, ask, serving
@@ -191,7 +191,7 @@ def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, mo
         clock.now += 100
         return tokenize(texts)
 
-    monkeypatch.setattr("serve.guard.time", clock)
+    monkeypatch.setattr("serve.http.guard.time", clock)
     monkeypatch.setattr("serve.batcher.time", clock)
     monkeypatch.setattr(ranker, "candidate_rows", tokenize_slowly)
     response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
@@ -202,7 +202,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
     """It is not read either."""
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
     clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
-    monkeypatch.setattr("serve.guard.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("serve.http.guard.time.monotonic", lambda: float(next(clock)))
     for waiting_s in (0.0, 61.5):
         monkeypatch.setattr(Batcher, "_waiting_s", lambda *_, s=waiting_s: s)
         response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
@@ -240,7 +240,7 @@ def test_a_token_is_needed_where_some_are_set(service):
 
 def test_a_sender_asks_no_more_often_than_is_allowed(service, monkeypatch):
     """It saves up for 10 s; others have their own."""
-    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    monkeypatch.setattr("serve.http.guard.time", clock := Clock())
     clock.now = time.monotonic()  # the batcher's clock goes on
     tokens = BearerTokens([f"{name}={hash_of(name)}" for name in ("red", "blue")])
     limits = Limits(requests_per_s=0.5, timeout_ms=60_000)
@@ -406,7 +406,7 @@ def test_origins_that_are_listed_may_ask(service):
 
 
 def test_a_request_whose_time_passes_while_it_is_sent_is_not_computed(monkeypatch):
-    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    monkeypatch.setattr("serve.http.guard.time", clock := Clock())
     reached: list[Any] = []
 
     async def route(scope: Any, receive: Any, send: Any) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from serve import api
-from serve.bearer_tokens import BearerTokens
+from serve.http import api
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from . import browser as browsers

@@ -18,12 +18,12 @@ from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.shard import Share
-from serve import api
 from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
-from serve.errors import Refusal
+from serve.http import api
 from serve.masks import ALL_ROWS, Masks, RowFilter
+from serve.refusals import Refusal
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking

@@ -20,9 +20,9 @@ from fastapi.testclient import TestClient
 from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from serve.api import create_app
-from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from .live import serving

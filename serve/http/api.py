@@ -29,16 +29,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
-from serve import errors, playground, wire
-from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
-from serve.bearer_tokens import BearerTokens
+from serve import playground
 from serve.engine import Engine
-from serve.errors import CODES, REFUSALS, Refusal, error_responses, require_at_most
-from serve.fields import FilledText, Integer, Text
-from serve.guard import Guard
-from serve.json_answers import json_answer, json_list
-from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.http import errors, wire
+from serve.http.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
+from serve.http.bearer_tokens import BearerTokens
+from serve.http.errors import error_responses
+from serve.http.fields import FilledText, Integer, Text
+from serve.http.guard import Guard
+from serve.http.json_answers import json_answer, json_list
+from serve.limits import (
+    MAX_CANDIDATES,
+    MAX_POOL_NAME,
+    MAX_REQUESTS,
+    MAX_TOP_K,
+    MAX_TURNS,
+    Limits,
+)
 from serve.masks import RowFilter
+from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves

@@ -31,13 +31,11 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.answered_by import name_engine
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, error_responses, require_at_most
-from serve.json_answers import json_answer
-from serve.limits import Limits
-from serve.service import Service
-from serve.wire_bodies import (
+from serve.http.answered_by import name_engine
+from serve.http.errors import error_responses
+from serve.http.json_answers import json_answer
+from serve.http.wire_bodies import (
     AnyRerank,
     ApiVersion,
     Document,
@@ -56,6 +54,9 @@ from serve.wire_bodies import (
     TextScore,
     Usage,
 )
+from serve.limits import Limits
+from serve.refusals import REFUSALS, Refusal, require_at_most
+from serve.service import Service
 
 
 def add_routes(

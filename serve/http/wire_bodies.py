@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, Tag
 
-from serve.fields import Count, FilledText
+from serve.http.fields import Count, FilledText
 from serve.limits import MAX_CANDIDATES
 
 

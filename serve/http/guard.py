@@ -22,9 +22,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.batcher import SENDER
-from serve.bearer_tokens import BearerTokens
-from serve.errors import CODES, Refusal, too_late_refusal
+from serve.http import errors
+from serve.http.bearer_tokens import BearerTokens
 from serve.limits import MAX_TIMEOUT_MS, Limits
+from serve.refusals import CODES, Refusal, too_late_refusal
 
 TIMEOUT = "x-timeout-ms"
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
@@ -107,7 +108,7 @@ class Guard:
             with self._holding() as hold:
                 body = await self._read_body(scope, headers, receive, hold)
                 if body is not None and (refusal := self._early_refusal(state["deadline"])):
-                    await refusal.response()(scope, receive, answer)
+                    await errors.response(refusal)(scope, receive, answer)
                 else:
                     await self._answer(scope, body, receive, answer)
         except Refusal as refusal:
@@ -181,7 +182,8 @@ class Guard:
             if answer.status:  # too late to say so
                 raise
             _log.exception("%s failed", _logged_path(scope))
-            await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
+            refusal = Refusal("internal", CODES["internal"].text)
+            await errors.response(refusal)(scope, receive, answer)
 
     @contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
@@ -285,7 +287,7 @@ async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) ->
     Until then it reads what still comes: closing over unread bytes resets the connection, and a client
     that is still sending would lose the answer.
     """
-    response = refusal.response()
+    response = errors.response(refusal)
     response.headers["connection"] = "close"
     headers = response.raw_headers
     await answer(
