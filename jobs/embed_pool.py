@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
+from pipeline.config import NOT_IDENTITY, Stopped, require
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft, request_of
@@ -35,7 +35,6 @@ from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.inputs import PoolInputs, resolve_inputs
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, current_uri
-from pipeline.retrieval.pools.unfinished import find_shards, shards_of_version
 from pipeline.retrieval.pools.versions import Version
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.records import TaskRecord, sum_counts
@@ -231,25 +230,13 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
-    may_copy = previous is not None and versions.has_vectors_of(
-        previous, job.made_from.model, config, precision
-    )
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
-    newest = previous and versions.newest_with_vectors_of(
+    # It is not CURRENT if that is pinned, and so grows old, or if this model is not promoted yet.
+    source = previous and versions.newest_with_vectors_of(
         config.pools, config.name, job.made_from.model, config, precision
     )
-    unfinished = find_shards(
-        versions.drafts(config.pools, config.name, out.staging),
-        job.made_from.model.fingerprint,
-        versions.vector_settings(to_dict(config)),
-        {"precision": precision, "numerics": NUMERICS},
-        config.gate.min_cosine,
-    )
-    if newest and previous and newest.name != previous.name:
-        # CURRENT is of another model, before this one is promoted, or is pinned: then it grows old.
-        unfinished = [*shards_of_version(newest.artifact), *unfinished]
     if not config.redact:
         print(NOT_REDACTED, file=sys.stderr, flush=True)
     plan_record = embed.prepare(
@@ -259,16 +246,15 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         config.gate,
         config.reading,
         previous,
-        may_copy,
+        source,
         precision,
         Privacy(redact=config.redact, authors="hash", salt=""),
-        unfinished,
     )
     plan = plan_record.plan
     rows = rows_to_embed(plan_record)
-    if plan.salvaged:
-        folders = dict.fromkeys(storage.name_of(s.folder) for s in plan_record.unfinished)
-        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {', '.join(folders)}")
+    if plan_record.source:
+        name = storage.name_of(plan_record.source)
+        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {name}")
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60

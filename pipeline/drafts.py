@@ -202,14 +202,6 @@ def is_being_made(staging: str) -> bool:
     return locks.is_held(storage.join(staging, _LOCK))
 
 
-def task_marks(staging: str) -> dict[str, bytes]:
-    """The records of a draft's finished tasks, JSON, by task."""
-    tasks = _finished_tasks(staging)
-    with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-        records = pool.map(lambda task: storage.read_bytes(_mark_uri(staging, task)), tasks)
-        return dict(zip(tasks, records, strict=True))
-
-
 def read_mark(staging: str, task: str) -> dict[str, Any]:
     """The record of a task of a draft; empty where it is not finished."""
     return _read_object(_mark_uri(staging, task))

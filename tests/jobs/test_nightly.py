@@ -306,7 +306,7 @@ def test_a_version_before_whose_vectors_are_damaged_is_not_copied(night, first_n
     data[-1] ^= 1
     file.write_bytes(data)
     finished = night(changed(FIRST))
-    assert "nothing is copied, as the version before cannot be opened" in finished.stdout
+    assert f"nothing is copied, as {first['output']} cannot be opened" in finished.stdout
     assert embedded(finished.summary) == 29
 
 

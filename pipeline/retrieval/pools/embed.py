@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,15 +27,13 @@ from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.changes import RowSet
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import SHARD_PREFIX, Plan, make
-from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.retrieval.pools.verdicts import PlanInput, TextQuery
-from pipeline.retrieval.pools.versions import Version, files_of_rows
+from pipeline.retrieval.pools.versions import PLAN, Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.records import TaskRecord, sum_counts
 
-_PLAN = PLAN
 # Of an actor: while one is in the model, the one before is checked and written, and the next one read.
 _SHARDS_AT_ONCE = 2
 _CANARY_CHARACTERS = 300
@@ -114,7 +111,9 @@ class PlanRecord(TaskRecord):
     plan: Plan
     asked: GateInputs
     copies: bool
-    """Whether its vectors are those that the model would make."""
+    """Whether vectors are copied from the version before."""
+    source: str = ""
+    """URI of another version to copy vectors from; "": none."""
     precision: Resolved
     """The precision in which the model computes."""
     canary_file: str
@@ -126,8 +125,8 @@ class PlanRecord(TaskRecord):
     seconds: float
     numerics: int = 1
     """See `pipeline.models.precision`."""
-    unfinished: list[UnfinishedShard] = field(default_factory=list)
-    """Shards of killed builds and of another version than the one before, to copy vectors from."""
+    unfinished: list[Any] = field(default_factory=list)
+    """Of records by earlier code; nobody reads it."""
     planned_at: float = 0.0
     """Seconds since 1970; see `versions.remove_old`."""
 
@@ -141,7 +140,7 @@ class EmbedRecord(TaskRecord):
     asked: str = ""  # "": a build of earlier code, so the gate asks it again
     """The name of the `GateInputs` that `check` answers."""
     rows_embedded: int
-    """The other rows were copied, from the version before or from unfinished builds."""
+    """The other rows were copied from another version."""
     actor_seconds: float
     """Seconds in the model."""
     started: float
@@ -167,17 +166,15 @@ def prepare(
     gate: GateConfig,
     reading: raw.Reading,
     previous: Version | None,
-    copies: bool,
+    source: Version | None,
     precision: Resolved,
     privacy: Privacy,
-    unfinished: Sequence[UnfinishedShard] = (),
 ) -> PlanRecord:
     """Reads all candidates and plans the pool.
 
-    `previous`: the version before. `copies`: whether its vectors are those that the model would make.
-    `precision`: the precision of its computation, which a job that is resumed elsewhere keeps. `privacy`: how
-    texts are redacted. `unfinished`: shards of killed builds, and of versions other than `previous`, by this
-    model, these settings and this precision.
+    `previous`: the version before. `source`: a version whose vectors are those that the model would make.
+    `precision`: the precision of the computation, which a job that is resumed elsewhere keeps. `privacy`: how
+    texts are redacted.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     canaries_before: Canaries | None = (
@@ -188,7 +185,7 @@ def prepare(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
     marks = draft.marks()
-    earlier = marks.record(_PLAN, PlanRecord) if _PLAN in marks else None
+    earlier = marks.record(PLAN, PlanRecord) if PLAN in marks else None
     if earlier and (earlier.asked, earlier.numerics) == (gate_inputs, NUMERICS):
         return earlier
     if earlier and (earlier.numerics, earlier.precision) == (NUMERICS, precision):
@@ -219,11 +216,11 @@ def prepare(
         }
     )
     texts = gate.canary_texts if contexts is None else 0
+    copies = bool(previous and source and previous.name == source.name)
     rows = PlanInput(
         candidates=parts,
         before=files_of_rows(previous.artifact) if previous else (),
-        unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
-        copies=copies,
+        source=files_of_rows(source.artifact) if source and not copies else (),
         same_columns=previous is None or previous.filter_columns == config.filter_columns,
     )
     plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
@@ -239,6 +236,7 @@ def prepare(
         plan=plan,
         asked=gate_inputs,
         copies=copies,
+        source=source.artifact.uri if source and not copies else "",
         precision=precision,
         canary_file=gate.canaries,
         canaries=contexts,
@@ -248,10 +246,9 @@ def prepare(
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
-        unfinished=list(unfinished) if plan.salvaged else [],
         planned_at=time.time(),
     )
-    draft.mark(_PLAN, record)
+    draft.mark(PLAN, record)
     return record
 
 
@@ -274,13 +271,12 @@ def embed(
         batch_tokens=config.batch_tokens,
         plan=prepared.plan.name,
         gate_name=gate_name,
-        previous=prepared.asked.previous if prepared.copies else "",
+        source=prepared.asked.previous if prepared.copies else prepared.source,
         canaries=prepared.canaries,
         top_k=gate.top_k,
         sample=gate.sample,
         dtype=config.dtype,
         precision=prepared.precision,
-        unfinished=prepared.unfinished,
     )
     shards = prepared.plan.shards
     rows = {name: sum(end - start for _, start, end in shards[name]) for name in shards}

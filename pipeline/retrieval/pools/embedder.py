@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from zlib import crc32
@@ -41,7 +40,6 @@ from pipeline.retrieval.pools.gate import (
 )
 from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 from pipeline.retrieval.pools.verdicts import NEW
 from pipeline.tasks.resources import best_device
@@ -50,12 +48,9 @@ _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _LOOKED_AT = 200  # rows of a shard, for the count of truncated texts: they are tokenised once more
 _ORDINARY = "an ordinary text"
 
-ReadVectors = Callable[[Ints], tuple[pa.ChunkedArray, Floats]]
-"""(texts, vectors [N, D]) at N ascending places"""
-
 
 class Embedder:
-    """A model, the version before and the canaries, in memory."""
+    """A model, the version to copy from and the canaries, in memory."""
 
     def __init__(
         self,
@@ -63,24 +58,21 @@ class Embedder:
         batch_tokens: int,
         plan: str,
         gate_name: str,
-        previous: str,
+        source: str,
         canaries: list[list[str]],
         top_k: int,
         sample: int,
         dtype: Dtype = "float32",
         precision: Precision = "auto",
-        unfinished: Sequence[UnfinishedShard] = (),
     ) -> None:
         """`plan`: the name of the plan; `gate_name`: the name of the gate's questions.
 
-        `previous`: the version whose vectors are those that the model would make; "": there is none.
+        `source`: a version whose vectors are those that the model would make; "": there is none.
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard that are
         embedded once more. `dtype`: the stored type of vectors; `precision`: that of the computation.
-        `unfinished`: what killed builds, or a version that is not `previous`, have embedded the same way.
         """
         # Several shards are worked on at once, each by a thread. A tokenizer takes one at a time.
         self._model_is_free, self._tokenizer_is_free = Lock(), Lock()
-        self._unfinished = UnfinishedVectors(unfinished) if unfinished else None
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._plan, self._gate_name = plan, gate_name
@@ -89,28 +81,22 @@ class Embedder:
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
         # [CLS] and [SEP]; ConveRT has neither, and pads an empty text.
         (self._empty_row,) = self._ranker.candidate_rows([""])
-        self._previous: Pool | None = None
+        self._source: Pool | None = None
         self._notes: list[str] = []
         try:
-            self._previous = Pool.open(previous) if previous else None
+            self._source = Pool.open(source) if source else None
         except BadInput as error:
-            self._notes.append(
-                f"nothing is copied, as the version before cannot be opened: {error}"
-            )
+            self._notes.append(f"nothing is copied, as {source} cannot be opened: {error}")
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
     def __call__(self, draft: Draft, name: str, slices: Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
-        rows, places_N, salvaged_N = self._read_candidates(draft, slices)
+        rows, verdict_N, places_N = self._read_candidates(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = np.zeros(len(rows), bool)
-        if self._previous is not None:
-            copied_N = _copy(rows, places_N, vectors_ND, self._previous.texts_and_vectors_at)
-        if self._unfinished is not None:
-            places = np.where(copied_N, NEW, salvaged_N)
-            with suppress(OSError, ValueError, BadInput):  # somebody has removed it
-                copied_N |= _copy(rows, places, vectors_ND, self._unfinished.at)
+        if self._source is not None:
+            copied_N = _copy(rows, places_N, vectors_ND, self._source)
         todo = np.flatnonzero(~copied_N)
         texts = rows["text"].take(todo).to_pylist()
         vectors_ND[todo], is_empty_N, actor_seconds = self._embed(texts)
@@ -125,7 +111,7 @@ class Embedder:
         invalid = np.unique(np.concatenate(list(poisoned.values())))
         set_aside = candidates.row_set(rows.take(invalid))
         valid = np.delete(np.arange(len(rows)), invalid)
-        rows, is_known_N = rows.take(valid), places_N[valid] >= 0
+        rows, is_known_N = rows.take(valid), verdict_N[valid] >= 0
         layer = encode(vectors_ND[valid], self._dtype)
         vectors_ND = decode(layer)  # the gate looks at what searches will
         return EmbedRecord(
@@ -147,28 +133,26 @@ class Embedder:
     def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:
         """Asks a finished shard the gate's questions again, because CURRENT has moved since it was made."""
         name, slices = shard
-        rows, places_N, _ = self._read_candidates(draft, slices)
+        rows, verdict_N, _ = self._read_candidates(draft, slices)
         finished_rows, layer = build.read_shard(draft, name)
         is_valid_N = pc.is_in(rows["id"], finished_rows["id"].combine_chunks()).to_numpy()
-        is_known_N = places_N[is_valid_N] >= 0
+        is_known_N = verdict_N[is_valid_N] >= 0
         return CheckRecord(check=self._check(draft, name, finished_rows, decode(layer), is_known_N))
 
     def _read_candidates(self, draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
-        """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
+        """(a shard's candidates, the place of each one's text in the version before, in the one to copy from)
 
         A place is NEW where the text is not there.
         """
-        tables, places, salvaged = [], [], []
+        tables, verdict, places = [], [], []
         for part, start, end in slices:
-            verdict = verdicts.read_verdicts(draft, self._plan, part)[start:end]
-            keep, unfinished = verdict >= NEW, np.full(len(verdict), NEW, np.int64)
+            part_verdict, part_places = verdicts.read_verdicts(draft, self._plan, part)
+            keep = part_verdict[start:end] >= NEW
             tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
-            places.append(verdict[keep])
-            if self._unfinished is not None:
-                unfinished = verdicts.read_salvaged(draft, self._plan, part)[start:end]
-            salvaged.append(unfinished[keep])
+            verdict.append(part_verdict[start:end][keep])
+            places.append(part_places[start:end][keep])
         rows = pa.concat_tables(tables).combine_chunks()
-        return rows, np.concatenate(places), np.concatenate(salvaged)
+        return rows, np.concatenate(verdict), np.concatenate(places)
 
     def _embed(self, texts: Sequence[str]) -> tuple[Floats, Bools, float]:
         """(vectors [N, D], whether each text has no tokens of its own [N], seconds in the model)"""
@@ -239,17 +223,17 @@ class Embedder:
         ]
 
 
-def _copy(rows: pa.Table, places_N: Ints, vectors_ND: Floats, read: ReadVectors) -> Bools:
-    """Fills in the vectors that `read` has of the same texts; returns the rows that are filled.
+def _copy(rows: pa.Table, places_N: Ints, vectors_ND: Floats, source: Pool) -> Bools:
+    """Fills in the vectors that `source` has of the same texts; returns the rows that are filled.
 
-    `places_N`: where it has them, or NEW.
+    `places_N`: the place of each text there, or NEW.
     """
     copied_N = np.zeros(len(rows), bool)
     indices = np.flatnonzero(places_N >= 0)
     if not len(indices):
         return copied_N
     indices = indices[np.argsort(places_N[indices])]
-    texts, known_ND = read(places_N[indices])
+    texts, known_ND = source.texts_and_vectors_at(places_N[indices])
     is_same = pc.equal(texts, rows["text"].take(indices)).to_numpy()
     vectors_ND[indices[is_same]] = known_ND[is_same]
     copied_N[indices[is_same]] = True

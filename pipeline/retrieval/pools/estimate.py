@@ -15,7 +15,7 @@ _PART_REQUESTS, _SHARD_REQUESTS = 8, 5
 def rows_to_embed(prepared: PlanRecord) -> int:
     """The number of rows whose vectors cannot be copied."""
     plan = prepared.plan
-    return plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
+    return plan.rows - (plan.known if prepared.copies else plan.salvaged)
 
 
 def estimate(files: Sequence[str], prepared: PlanRecord, rate: float, cores: int) -> cost.Estimate:

@@ -50,8 +50,8 @@ class Plan:
     """An id that rows with different texts have; "": there is none."""
     name: str = ""  # of earlier builds, whose verdicts are in no folder of their own
     """The name by which `verdicts` finds its verdicts."""
-    salvaged: int = 0
-    """Candidates whose vectors come from builds that were never finished."""
+    salvaged: int = 0  # the name in the records of earlier code
+    """Candidates whose text is in the version to copy from, if that is not the one before."""
     new_rows: RowSet = field(default_factory=RowSet)
     """The candidates whose ids the version before lacks."""
 
@@ -81,7 +81,7 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -
         repeated_id=repeated_rows[0][0] if repeated_rows else "",
         present=tuple(decided.present),
         name=decided.plan,
-        salvaged=decided.salvaged,
+        salvaged=decided.in_source,
         new_rows=decided.new_rows,
     )
 
@@ -94,7 +94,7 @@ def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> I
 
     def read_part(part: tuple[str, int]) -> tuple[str, Ints, Ints]:
         name = part[0]
-        kept_rows = np.flatnonzero(verdicts.read_verdicts(draft, plan, name) >= NEW)
+        kept_rows = np.flatnonzero(verdicts.read_verdicts(draft, plan, name)[0] >= NEW)
         sizes = candidates.read_keys(draft, name)[kept_rows, candidates.BYTES].astype(np.int64)
         return name, kept_rows, np.cumsum(sizes)
 

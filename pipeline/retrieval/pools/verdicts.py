@@ -5,9 +5,9 @@ there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the content
 filter by) or the id. Verdicts are those of candidates that come one by one, each of which takes its content
 and its id if both are free. They do not depend on earlier builds.
 
-    _plan/<plan>/file-00000-000.npy              the verdicts on that part of the candidates
-    _plan/<plan>/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for
-                                                 those that are to be copied from there
+    _plan/<plan>/file-00000-000.npy   [N] int64: the verdicts on that part of the candidates
+                                      [N, 2] where vectors are copied from another version than the one
+                                      before: also the place of each text there, or NEW
 
 The task holds a quarter of the node's memory at most, and DuckDB writes the rest to the node's disk: 10
 million candidates beside as many rows before take 18 to 25 s and 2.9 GB on 2 cores.
@@ -59,10 +59,8 @@ class PlanInput:
     """Parts."""
     before: Files = ()
     """Files of the version before."""
-    unfinished: Files = ()
-    """Files of builds that were never finished, for texts that are not copied from the version before."""
-    copies: bool = True
-    """Whether any text is copied from the version before."""
+    source: Files = ()
+    """Files of the version to copy vectors from, if that is not the one before."""
     same_columns: bool = True
     """Whether the version before has the same columns to filter by."""
 
@@ -86,8 +84,8 @@ class Verdicts(TaskRecord):
     changes: Changes
     known: int
     """Candidates whose text the version before has."""
-    salvaged: int
-    """Candidates whose vectors come from unfinished builds."""
+    in_source: int
+    """Candidates whose text the `source` has."""
     samples: list[tuple[int, int]]
     """(verdict, place) of the first candidates with each verdict of `REASONS`, some."""
     first: list[int]
@@ -104,12 +102,12 @@ class _ChangesRecord(TaskRecord):
 
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     """Writes the verdicts on all candidates, of which there is at least one."""
-    files = [list(map(list, kind)) for kind in (rows.candidates, rows.before, rows.unfinished)]
-    flags = [rows.copies, rows.same_columns, query.texts, list(query.hashes)]
+    files = [list(map(list, kind)) for kind in (rows.candidates, rows.before, rows.source)]
+    flags = [rows.same_columns, query.texts, list(query.hashes)]
     # A job that is resumed after the version before or the query has changed makes another plan.
     plan = f"plan-{digest([files, flags])[:8]}"
     work = functools.partial(_decide, rows=rows, query=query)
-    with _executor(rows.candidates, rows.before, rows.unfinished):
+    with _executor(rows.candidates, rows.before, rows.source):
         (decided,) = shards.run_tasks(draft, {plan: ""}, work, "plan", Verdicts)
     return decided
 
@@ -130,19 +128,11 @@ def is_small(*kinds: Files) -> bool:
     return max(sum(rows for _, rows in files) for files in kinds) <= _SMALL_ROWS
 
 
-def read_verdicts(draft: Draft, plan: str, part: str) -> Ints:
+def read_verdicts(draft: Draft, plan: str, part: str) -> tuple[Ints, Ints]:
+    """(verdicts [N], the place of each text [N] in the version to copy from, or below 0)"""
     data = storage.read_bytes(draft.path(_FOLDER, plan, f"{part}.npy"))
-    verdicts: Ints = npy.from_bytes(data)
-    return verdicts
-
-
-def read_salvaged(draft: Draft, plan: str, part: str) -> Ints:
-    """Places in unfinished builds; all NEW if there are no such builds."""
-    uri = draft.path(_FOLDER, plan, f"{part}-unfinished.npy")
-    if not storage.exists(uri):
-        return np.full(len(read_verdicts(draft, plan, part)), NEW, np.int64)
-    places: Ints = npy.from_bytes(storage.read_bytes(uri))
-    return places
+    columns = np.atleast_2d(npy.from_bytes(data).T)
+    return columns[0], columns[-1]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -157,16 +147,14 @@ def _decide(draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery) 
     with _database() as db:
         _read(db, "candidates", lambda part: _keys_of_part(draft, part), rows.candidates)
         _read(db, "before", _published_keys, rows.before)
-        _read(db, "unfinished", _published_keys, rows.unfinished)
+        _read(db, "source", _published_keys, rows.source)
         _keep_first(db)
         db.execute(f"""
             CREATE TABLE verdicts AS
-                SELECT kept.place, coalesce(b.place, {NEW}) AS verdict, CASE
-                    WHEN {rows.copies} AND b.place IS NOT NULL THEN {NEW}
-                    ELSE coalesce(u.place, {NEW}) END AS unfinished
+                SELECT kept.place, coalesce(b.place, {NEW}) AS verdict, coalesce(s.place, {NEW}) AS source
                 FROM kept
                 LEFT JOIN (SELECT text, min(place) AS place FROM before GROUP BY text) b USING (text)
-                LEFT JOIN (SELECT text, min(place) AS place FROM unfinished GROUP BY text) u USING (text)
+                LEFT JOIN (SELECT text, min(place) AS place FROM source GROUP BY text) s USING (text)
             UNION ALL
                 SELECT place, {SAME_ID}, {NEW} FROM lost
             UNION ALL
@@ -187,7 +175,7 @@ def _decide(draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery) 
             plan=plan,
             changes=_count_changes(db, "kept", rows.same_columns, rows.before),
             known=_number(db, "SELECT count(*) FROM verdicts WHERE verdict >= 0"),
-            salvaged=_number(db, "SELECT count(*) FROM verdicts WHERE unfinished >= 0"),
+            in_source=_number(db, "SELECT count(*) FROM verdicts WHERE source >= 0"),
             dropped={REASONS[verdict]: count for verdict, count in dropped},
             counts={"records": sum(count for _, count in rows.candidates)},
             samples=[
@@ -236,8 +224,7 @@ def _published_keys(uri: str) -> Keys:
         return candidates.read_published_keys(uri)
     except FileNotFoundError:  # a dry run holds no lock
         raise BadInput(
-            f"{uri}: another job has published or removed this build meanwhile; the same command makes a new "
-            "plan"
+            f"{uri}: another job has removed this version meanwhile; the same command makes a new plan"
         ) from None
 
 
@@ -293,25 +280,23 @@ def _count_changes(db: Database, table: str, same_columns: bool, before: Files) 
 
 
 def _write(db: Database, draft: Draft, plan: str, rows: PlanInput) -> None:
-    """A file of verdicts for each part, and where there are unfinished builds one of places in them."""
-    batches = _columns(db, "SELECT verdict, unfinished FROM verdicts ORDER BY place")
+    """A file of verdicts for each part."""
+    columns = "verdict, source" if rows.source else "verdict"
+    batches = _columns(db, f"SELECT {columns} FROM verdicts ORDER BY place")
 
-    def parts() -> Iterator[tuple[str, Ints, Ints]]:
-        verdicts = unfinished = np.empty(0, np.int64)
+    def parts() -> Iterator[tuple[str, list[Ints]]]:
+        verdicts = [np.empty(0, np.int64) for _ in columns.split()]
         for name, count in rows.candidates:
-            while len(verdicts) < count:
-                more_verdicts, more_unfinished = next(batches)
-                verdicts = np.concatenate([verdicts, more_verdicts])
-                unfinished = np.concatenate([unfinished, more_unfinished])
-            yield name, verdicts[:count], unfinished[:count]
-            verdicts, unfinished = verdicts[count:], unfinished[count:]
+            while len(verdicts[0]) < count:
+                pairs = zip(verdicts, next(batches), strict=True)
+                verdicts = [np.concatenate(pair) for pair in pairs]
+            yield name, [column[:count] for column in verdicts]
+            verdicts = [column[count:] for column in verdicts]
 
-    def write(part: tuple[str, Ints, Ints]) -> None:
-        name, verdicts, unfinished = part
-        file = f"{_FOLDER}/{plan}/{name}"
-        draft.write_file(f"{file}.npy", npy.to_bytes(verdicts))
-        if rows.unfinished:
-            draft.write_file(f"{file}-unfinished.npy", npy.to_bytes(unfinished))
+    def write(part: tuple[str, list[Ints]]) -> None:
+        name, verdicts = part
+        data = npy.to_bytes(np.stack(verdicts, axis=1) if rows.source else verdicts[0])
+        draft.write_file(f"{_FOLDER}/{plan}/{name}.npy", data)
 
     for _ in map_prefetched(write, parts()):
         pass

@@ -16,8 +16,9 @@ from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.changes import RowSet
 from pipeline.retrieval.pools.lock import current_locked, is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
-from pipeline.retrieval.pools.unfinished import PLAN
 
+PLAN = "plan"
+"""The task whose record says when a build was planned, and in what it computes."""
 _DAY_S = 86_400
 _PREFIX = "v-"
 PREVIOUS = "PREVIOUS"
@@ -125,8 +126,8 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     """
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
-    settings_before = vector_settings(before.artifact.manifest["config"])
-    return before.numerics == NUMERICS and settings_before == vector_settings(to_dict(config))
+    settings_before = _vector_settings(before.artifact.manifest["config"])
+    return before.numerics == NUMERICS and settings_before == _vector_settings(to_dict(config))
 
 
 def newest_with_vectors_of(
@@ -148,7 +149,7 @@ def newest_with_vectors_of(
     return None
 
 
-def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _vector_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a job that decide a vector, by their dotted names."""
     return {
         name: value
@@ -157,14 +158,12 @@ def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drafts(pools: str, name: str, excluded: str = "") -> list[str]:
-    """The URIs of the drafts of killed jobs, without the `excluded` one."""
+def _drafts(pools: str, name: str) -> list[str]:
+    """The URIs of the drafts of killed jobs."""
     return [
         uri
         for uri in storage.list_folders(storage.join(pools, name))
-        if storage.name_of(uri).startswith(_PREFIX)
-        and not is_version(uri)
-        and storage.name_of(uri) != storage.name_of(excluded)
+        if storage.name_of(uri).startswith(_PREFIX) and not is_version(uri)
     ]
 
 
@@ -244,7 +243,7 @@ def remove_old(
     # What was killed while it was removed has no request any more: no job goes on with it.
     leftovers = [
         uri
-        for uri in drafts(pools, name)
+        for uri in _drafts(pools, name)
         if not read_request(uri) or (unfinished and is_outlived(uri))
     ]
     removed = [storage.name_of(uri) for uri in leftovers]

@@ -50,8 +50,6 @@ def make(actors_in_process, model, tmp_path):
         *files: Path,
         name: str = "v",
         model: Path = model,
-        previous: Pool | None = None,
-        copies: bool = True,
         gate: GateConfig = GateConfig(),  # noqa: B008
         reading: Reading = Reading(),  # noqa: B008
         redact: bool = True,
@@ -64,10 +62,10 @@ def make(actors_in_process, model, tmp_path):
             return Pool.open(out.uri)
         names = [str(file) for file in files]
         prepared = embed.prepare(
-            out, names, settings, gate, reading, previous, copies, PRECISION, privacy
+            out, names, settings, gate, reading, None, None, PRECISION, privacy
         )
-        source = External(str(model), "")
-        records = embed.embed(out, prepared, source, settings, gate, reading, Actors())
+        ranker = External(str(model), "")
+        records = embed.embed(out, prepared, ranker, settings, gate, reading, Actors())
         records = [prepared, *records]
         counts = sum_counts(record.counts for record in records)
         dropped = sum_counts(record.dropped for record in records)
@@ -390,11 +388,11 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
         [str(file)],
         *settings,
         None,
-        False,
+        None,
         PRECISION,
         Privacy(redact=True, authors="hash", salt=""),
     )
-    actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
+    actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, source="", top_k=10, sample=8,
                             canaries=prepared.canaries, plan=prepared.plan.name,
                             gate_name=prepared.asked.name)  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them

@@ -28,7 +28,7 @@ from .conftest import stage_rows, write_version_before
 ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 KNOWN = {
-    "gate_name": "", "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
+    "gate_name": "", "batch_tokens": 0, "source": "", "canaries": [], "top_k": 3, "sample": 0,
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_known_texts_are_copied_from_their_places_and_only_the_others_go_through
     shard, model, ranker, tokenised, written
 ):
     before = Before(["gone", TEXTS[5], TEXTS[2], "also gone", TEXTS[7]])
-    record = shard(TEXTS, before).make(model, previous="there")
+    record = shard(TEXTS, before).make(model, source="there")
     known = {TEXTS[5]: 2.0, TEXTS[2]: 3.0, TEXTS[7]: 5.0}
     assert before.places == [1, 2, 4]
     assert tokenised == [text for text in TEXTS if text not in known]
@@ -148,7 +148,7 @@ def test_a_text_whose_hash_is_the_same_by_half_only_is_embedded(
 
     monkeypatch.setattr(candidates, "content_hash", alike)
     monkeypatch.setitem(globals(), "content_hash", alike)
-    record = shard(TEXTS[:1], Before(["another"])).make(model, previous="there")
+    record = shard(TEXTS[:1], Before(["another"])).make(model, source="there")
     assert record.rows_embedded == 1
     assert tokenised == TEXTS[:1]
 
@@ -270,7 +270,7 @@ def test_the_gate_is_told_of_rows_that_are_not_what_the_model_makes(shard, model
 
 def test_a_wrong_copy_is_noticed(shard, model, written):
     before = Before(TEXTS[:3])
-    check = shard(TEXTS, before).make(model, previous="there", sample=12).check
+    check = shard(TEXTS, before).make(model, source="there", sample=12).check
     assert check.cosine < 0.9
 
 

@@ -87,7 +87,7 @@ class Maker:
         kept, places = [], []
         for slices in made.shards.values():
             for part, start, end in slices:
-                verdict = verdicts.read_verdicts(out, made.name, part)[start:end]
+                verdict = verdicts.read_verdicts(out, made.name, part)[0][start:end]
                 table = (
                     candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
                 )
@@ -151,7 +151,7 @@ def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
     assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
     for shard, slices in enumerate(made.shards.values()):
         wanted = kept[shard * size : (shard + 1) * size]
-        found = [verdicts.read_verdicts(make.out, made.name, part)[a:b] for part, a, b in slices]
+        found = [verdicts.read_verdicts(make.out, made.name, part)[0][a:b] for part, a, b in slices]
         assert int((np.concatenate(found) >= NEW).sum()) == len(wanted)
 
 
@@ -177,7 +177,7 @@ def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, s
     sources = PlanInput(parts, files, same_columns=same_columns)
     with executors.in_this_process():
         made = plan.make(out, sources, 1000, TextQuery(texts=9))
-    verdict = np.concatenate([verdicts.read_verdicts(out, made.name, name) for name, _ in parts])
+    verdict = np.concatenate([verdicts.read_verdicts(out, made.name, name)[0] for name, _ in parts])
     kept = [
         row for row, place in zip(contents_of(rows), verdict.tolist(), strict=True) if place >= NEW
     ]
@@ -342,8 +342,20 @@ def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path, monke
     on_cluster_read = from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster))))
     assert on_cluster_read == replace(expected, name=on_cluster.name)  # of files elsewhere
     assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
-    found = [verdicts.read_verdicts(out, on_cluster.name, part) for part, _ in parts]
+    found = [verdicts.read_verdicts(out, on_cluster.name, part)[0] for part, _ in parts]
     assert [place for place in np.concatenate(found).tolist() if place >= NEW] == places
+
+
+def test_places_in_the_version_to_copy_from_stand_beside_the_verdicts(make):
+    """Where that is not the version before."""
+    out, parts = make.stage([(name, name) for name in "abcd"])
+    files = [before(make.new_folder(), [(name, name) for name in names]) for names in ("ab", "xcb")]
+    with executors.in_this_process():
+        made = plan.make(out, PlanInput(parts, *files), 10, TextQuery())
+    columns = zip(*(verdicts.read_verdicts(out, made.name, part) for part, _ in parts), strict=True)
+    verdict, places = (np.concatenate(column).tolist() for column in columns)
+    assert (verdict, places) == ([0, 1, NEW, NEW], [NEW, 2, 1, NEW])
+    assert (made.known, made.salvaged) == (2, 2)
 
 
 def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypatch):
@@ -362,4 +374,4 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
         asked = plan.make(out, newer, 10, TextQuery(1, [content_hash("a")[:16]]))
     assert made.known == asked.known == 1
     assert (len(asked.first), len(asked.present)) == (1, 1)
-    assert verdicts.read_verdicts(out, made.name, parts[0][0]).tolist() == [NEW, 0]
+    assert verdicts.read_verdicts(out, made.name, parts[0][0])[0].tolist() == [NEW, 0]
