@@ -19,7 +19,7 @@ from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
-from pipeline.retrieval.pools import (
+from pipeline.pools import (
     build,
     candidates,
     embed,
@@ -28,14 +28,15 @@ from pipeline.retrieval.pools import (
     verdicts,
     versions,
 )
-from pipeline.retrieval.pools.changes import Changes, RowSet
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
-from pipeline.retrieval.pools.gate import GateConfig
-from pipeline.retrieval.pools.inputs import PoolInputs, resolve_inputs
-from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.pool import KIND, current_uri
-from pipeline.retrieval.pools.versions import Version
+from pipeline.pools.build_records import PlanRecord
+from pipeline.pools.changes import Changes, RowSet
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.estimate import estimate, rows_to_embed
+from pipeline.pools.gate import GateConfig
+from pipeline.pools.inputs import PoolInputs, resolve_inputs
+from pipeline.pools.lock import Lock, locked
+from pipeline.pools.pool import KIND, current_uri
+from pipeline.pools.versions import Version
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.records import TaskRecord, sum_counts
 
@@ -224,7 +225,7 @@ def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Sh
     return shares, gate.refusal(config.gate, shares, current, rows_before)
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     from pipeline.tasks.resources import precision_of_tasks
 
@@ -277,7 +278,7 @@ def _rate(previous: Version | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous: Version) -> bool:
+def _is_same(config: Config, job: _Job, plan_record: PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way.
 
     The rows that its model has set aside would be set aside again.
@@ -300,7 +301,7 @@ def _embed(
     config: Config,
     job: _Job,
     out: Draft,
-    plan_record: embed.PlanRecord,
+    plan_record: PlanRecord,
     previous: Version | None,
     shares: gate.Shares,
     lock: Lock,

@@ -34,9 +34,9 @@ from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from pipeline.models.settings import read_settings
+from pipeline.pools.shard import Share
 from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
-from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
 from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine

@@ -26,12 +26,11 @@ from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
+from pipeline.pools.lock import lease
+from pipeline.pools.pool import Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker
-from pipeline.ranking.results import Result
-from pipeline.ranking.search import results_at
-from pipeline.retrieval.pools.lock import lease
-from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.search import device, filters, top_rows
+from pipeline.ranking.results import Result, results_at
+from pipeline.search import device, top_rows
 from pipeline.tasks.resources import best_device
 from serve.batcher import Stage
 from serve.intents import Intents
@@ -235,7 +234,7 @@ class Engine:
             "device": str(self.ranker.device),
             "precision": self.ranker.precision,
             "pools": [
-                {**describe(pool), "columns": filters.columns(pool)} for pool in self.pools.values()
+                {**describe(pool), "columns": pool.filter_columns} for pool in self.pools.values()
             ]
             + [{**pool.description, "columns": pool.columns} for pool in self.sharded.values()],
         }

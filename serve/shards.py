@@ -27,10 +27,10 @@ from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
 from pipeline.models.settings import read_settings
-from pipeline.retrieval.pools.lock import Beat, lease
-from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.search import device, filters
+from pipeline.pools.lock import Beat, lease
+from pipeline.pools.pool import Pool, describe
+from pipeline.pools.shard import Share
+from pipeline.search import device
 from serve.batcher import SENDER, Batch, Batcher, Stage
 from serve.engine import (
     PoolQuery,
@@ -230,7 +230,7 @@ class _OpenShard:
         self.pool = pool
         self.first = share.rows(pool.artifact.rows("rows/")).start
         """The place of its first row in the whole pool."""
-        self.columns = filters.columns(pool)
+        self.columns = pool.filter_columns
         self._lease: Beat | None = lease(pool.artifact.uri)
         self.masks = Masks()
         self.searches = functools.cache(self._stage)

@@ -55,8 +55,8 @@ from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
-from pipeline.retrieval.pools import build
-from pipeline.retrieval.pools.vector_format import encode
+from pipeline.pools import build
+from pipeline.pools.vector_format import encode
 from pipeline.tasks import executors, progress
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
@@ -83,7 +83,8 @@ _PROCESSES = {"subprocess", "run_in_processes"}
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
-    "pipeline/retrieval",
+    "pipeline/pools",
+    "pipeline/search",
     "jobs/test_killed_builds.py",
 )
 

@@ -33,7 +33,7 @@ from pipeline.corpora.formats import wikipedia_extracted
 from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 
 _TOKENS = 256
 # The job starts processes and makes an index, some 8 s on 2 cores, which vanish beside a pool of millions.

@@ -26,13 +26,12 @@ from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.models.flops import peak_flops
-from pipeline.retrieval.pools import device_rows
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Shard
-from pipeline.retrieval.pools.vector_format import Layer
-from pipeline.retrieval.search import device as device_search
-from pipeline.retrieval.search import device_scores, top_rows
+from pipeline.pools import device_rows
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS, Shard
+from pipeline.pools.vector_format import Layer
+from pipeline.search import device as device_search
+from pipeline.search import device_scores, top_rows
 
 _TOP_K = 10
 _TOGETHER = 16

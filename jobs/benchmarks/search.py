@@ -31,14 +31,13 @@ from pipeline.corpora.schema import example_files
 from pipeline.drafts import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.retrieval.pools import build
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
-from pipeline.retrieval.search import Method, top_rows
-from pipeline.retrieval.search.bounds import in_parallel
-from pipeline.retrieval.search.exact import FORMS
+from pipeline.pools import build
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS, Share
+from pipeline.pools.vector_format import Dtype, decode, encode
+from pipeline.search import Method, top_rows
+from pipeline.search.bounds import in_parallel
+from pipeline.search.exact import FORMS
 from pipeline.tasks.records import FileEntry
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}

@@ -1,1 +1,1 @@
-"""Candidate pools: embedded once, memory-mapped, searched exactly."""
+"""The former name of `pipeline.search`, for programs that import it from here."""

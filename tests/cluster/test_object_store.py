@@ -29,7 +29,7 @@ from pipeline.corpora.formats import parquet_fetches, tables
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.files import node_cache
-from pipeline.retrieval.pools.lock import locked
+from pipeline.pools.lock import locked
 from pipeline.tasks.records import TaskRecord
 from serve.engine import Engine, PoolQuery
 from tests.helpers import free_port

@@ -22,7 +22,7 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import BadInput, parse
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from pipeline.tasks import executors
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 

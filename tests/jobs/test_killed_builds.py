@@ -16,9 +16,9 @@ from jobs import embed_pool
 from pipeline import storage
 from pipeline.models import inference
 from pipeline.models.precision import NUMERICS
-from pipeline.retrieval.pools import candidates, embed, inputs, plan, promotion
-from pipeline.retrieval.pools import versions as versions_module
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import candidates, embed, inputs, plan, promotion
+from pipeline.pools import versions as versions_module
+from pipeline.pools.pool import Pool
 from tests.jobs.nights import (
     EXACT,
     FIRST,

@@ -14,9 +14,9 @@ import pytest
 from jobs import promote
 from pipeline import artifact, storage
 from pipeline.models.ranker import Ranker
-from pipeline.retrieval.pools import embedder, promotion
-from pipeline.retrieval.pools.lock import lease, locked
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import embedder, promotion
+from pipeline.pools.lock import lease, locked
+from pipeline.pools.pool import Pool
 from tests.jobs.nights import FIRST, changed, contents, current, embedded, versions
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")
@@ -484,7 +484,7 @@ def test_files_with_other_names_and_the_same_rows_leave_nothing_to_do(
 READER = """
 import json, sys, time
 from pathlib import Path
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from tests.helpers import INTERRUPTED
 
 uri, done = sys.argv[1], Path(sys.argv[2])

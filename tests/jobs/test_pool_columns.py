@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from tests.jobs.nights import EXACT, columns, contents
 
 ROWS = [

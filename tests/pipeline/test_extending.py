@@ -21,9 +21,10 @@ from pipeline.drafts import draft
 from pipeline.models import inference, losses, ranker, settings
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.pool import KIND, Pool
-from pipeline.retrieval.search import exact, search
+from pipeline.pools.candidates import content_hash
+from pipeline.pools.pool import KIND, Pool
+from pipeline.pools.shard import ROWS
+from pipeline.search import exact, search
 from pipeline.training.finetune_settings import Distillation
 from pipeline.training.objectives import PairModule
 

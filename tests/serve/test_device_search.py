@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.search import device, device_scores
+from pipeline.pools.shard import Share
+from pipeline.search import device, device_scores
 from serve import app, engine, shards
 from serve.app import Args
 from serve.engine import Engine

@@ -29,9 +29,8 @@ from pipeline.files import node_cache
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.embed import ROWS
-from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.shard import Share
+from pipeline.pools.lock import is_leased
+from pipeline.pools.shard import ROWS, Share
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine
@@ -172,7 +171,7 @@ def test_a_model_that_is_refused_may_leave_the_nodes_disk(
 SHARED_BYTES = r"""
 import re, sys
 from pathlib import Path
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 pool = Pool.open(sys.argv[1])
 float(sum(shard.vectors.matrix.sum() for shard in pool.shards))  # every page is read
 print(flush=True)

@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from ray.exceptions import RayActorError
 
 from pipeline.config import BadInput
-from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Share
+from pipeline.pools.lock import is_leased
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import Share
 from serve import api
 from serve.app import _DeployedShard
 from serve.batcher import Batcher

@@ -62,7 +62,7 @@ COMBINED = {
     "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/threads.py": (1, "ids; bodies are large_string"),
     "pipeline/corpora/report/survey.py": (4, "2,048 rows"),
-    "pipeline/retrieval/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
+    "pipeline/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
     "pipeline/training/tokenized_corpus.py": (1, "numbers"),
     "pipeline/training/utterance_pairs.py": (1, "numbers"),
 }

@@ -16,10 +16,10 @@ from pipeline.models.exchange import to_sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.pool import make_current
+from pipeline.pools.shard import ROWS
 from pipeline.ranking.ranker import Ranker
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.pool import make_current
 from tests.helpers import computing_in_fp32
 
 REPLIES = {

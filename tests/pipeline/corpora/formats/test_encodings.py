@@ -13,7 +13,7 @@ from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.formats.pairs import Options
 from pipeline.corpora.raw import Reading
-from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.pools.embed import EmbedConfig
 
 TEXT = "context,response\r\nwas kostet das café ?,drei euro fünfzig\r\nund der tee ?,zwei\r\n"
 ROWS = [("was kostet das café ?", "drei euro fünfzig"), ("und der tee ?", "zwei")]

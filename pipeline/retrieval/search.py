@@ -1,0 +1,3 @@
+"""See `pipeline.search`."""
+
+from pipeline.search import *  # noqa: F403
