@@ -15,7 +15,9 @@ from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, require
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft, request_of
+from pipeline.engine.draft import Draft, draft, request_of
+from pipeline.engine.records import TaskRecord, sum_counts
+from pipeline.engine.resources import Actors
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
@@ -37,8 +39,6 @@ from pipeline.pools.inputs import PoolInputs, resolve_inputs
 from pipeline.pools.lock import Lock, locked
 from pipeline.pools.pool import KIND, current_uri
 from pipeline.pools.versions import Version
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import TaskRecord, sum_counts
 
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
 
@@ -227,7 +227,7 @@ def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Sh
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
-    from pipeline.tasks.resources import precision_of_tasks
+    from pipeline.engine.resources import precision_of_tasks
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
@@ -389,7 +389,7 @@ def _embed(
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
     """Makes the plan alone, and removes its files."""
-    from pipeline.tasks.resources import cpus_each
+    from pipeline.engine.resources import cpus_each
 
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
         plan_record, previous = _plan(config, job, out)

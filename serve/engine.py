@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.files import node_cache
+from pipeline.engine.resources import best_device
 from pipeline.models import explanation, inference
 from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention
@@ -31,7 +31,7 @@ from pipeline.pools.pool import Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.ranking.results import Result, results_at
 from pipeline.search import device, top_rows
-from pipeline.tasks.resources import best_device
+from pipeline.storage import node_cache
 from serve.batcher import Stage
 from serve.intents import Intents
 from serve.masks import Masks

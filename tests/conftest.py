@@ -44,10 +44,11 @@ from transformers import PreTrainedTokenizerFast
 
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
-from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline import progress, storage
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
-from pipeline.drafts import Draft, draft, folder_entries
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft, draft
 from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
@@ -57,7 +58,6 @@ from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
-from pipeline.tasks import executors, progress
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary

@@ -31,8 +31,8 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification.settings import HeadConfig
 from pipeline.config import parse
 from pipeline.corpora.formats import pairs
+from pipeline.engine import executors
 from pipeline.pools.embed import EmbedConfig
-from pipeline.tasks import executors
 from pipeline.training import estimate
 from pipeline.training.settings import TokenizerConfig
 from serve import api

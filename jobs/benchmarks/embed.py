@@ -25,12 +25,12 @@ from jobs.benchmarks import pool_plan, sequence_length
 from jobs.benchmarks.measure import BenchmarkRow, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import wikipedia_extracted
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig
 from pipeline.pools.pool import Pool

@@ -15,13 +15,13 @@ import pyarrow as pa
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.arrays import Keys
-from pipeline.drafts import Draft, draft
-from pipeline.files import npy
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import candidates, verdicts
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.shard import ROWS
 from pipeline.pools.verdicts import PlanInput, TextQuery
-from pipeline.tasks import executors
+from pipeline.storage import npy
 
 _ROWS = {"small": 200_000, "full": 10_000_000}
 _NAMES = {"small": "200k", "full": "10m"}

@@ -25,10 +25,10 @@ from jobs import cluster, embed_pool
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, FileEntry
 from pipeline.config import BadInput, digest, require
 from pipeline.corpora.schema import example_files
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.pools import build
@@ -38,7 +38,6 @@ from pipeline.pools.vector_format import Dtype, decode, encode
 from pipeline.search import Method, top_rows
 from pipeline.search.bounds import in_parallel
 from pipeline.search.exact import FORMS
-from pipeline.tasks.records import FileEntry
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}

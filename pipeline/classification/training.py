@@ -18,11 +18,11 @@ from pipeline.classification.classifier import Classifier
 from pipeline.classification.metrics import best_threshold
 from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
-from pipeline.drafts import Draft
-from pipeline.files import npy
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import best_device
 from pipeline.models.sources import Source
-from pipeline.tasks.records import TaskRecord
-from pipeline.tasks.resources import best_device
+from pipeline.storage import npy
 
 _VECTORS = "_vectors.npy"
 _PROGRESS_S = 10.0

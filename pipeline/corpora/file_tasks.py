@@ -14,13 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import shards, storage
+from pipeline import storage
+from pipeline.artifact import FileEntry
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
-from pipeline.drafts import Draft
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
 # An Arrow column of text holds 2 GiB, and a character has up to 4 bytes.
@@ -100,7 +102,7 @@ def prepare(
         rows_per_shard=rows_per_shard,
     )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
-    records = [*shards.run_tasks(draft, tasks, work, label, FileRecord), *documents]
+    records = [*run_tasks(draft, tasks, work, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
     return records
 

@@ -23,11 +23,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 SCHEMA = pa.schema(
     [pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string(), nullable=False)]
@@ -51,7 +52,7 @@ def choose_others(
     work = functools.partial(
         _choose_others, articles=articles, count=count, privacy=privacy, held_out=held_out
     )
-    return shards.run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
+    return run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
 
 
 def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:

@@ -15,17 +15,19 @@ from typing import Any, TypedDict
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.arrays import Floats
+from pipeline.artifact import FileEntry
 from pipeline.config import BadInput
-from pipeline.drafts import Draft
-from pipeline.files import npy
-from pipeline.files.prefetch import map_prefetched
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 from pipeline.pools.candidates import arrow_file
 from pipeline.pools.pool import ROTATION
 from pipeline.pools.sketch import MISSED, fit_rotation, sketch
 from pipeline.pools.vector_format import LENGTH, Layer, decode
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.storage import npy
+from pipeline.storage.prefetch import map_prefetched
 
 # The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
 _SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024
@@ -99,12 +101,12 @@ def index(
         rotation = TaskRecord(files=[entry])
         draft.mark("rotation", rotation)
     tasks = {f"sketch-{name}": name for name in names}
-    sketches = shards.run_tasks(draft, tasks, _make_sketch, "sketch", SketchRecord) if tasks else []
+    sketches = run_tasks(draft, tasks, _make_sketch, "sketch", SketchRecord) if tasks else []
     records: list[TaskRecord] = [rotation, *sketches]
     if neighbours:
         starts = range(0, len(names), _PART_SHARDS)
         parts = {f"neighbours-{n:05d}": names[s : s + _PART_SHARDS] for n, s in enumerate(starts)}
-        records += shards.run_tasks(draft, parts, _index_neighbours, "neighbours", TaskRecord)
+        records += run_tasks(draft, parts, _index_neighbours, "neighbours", TaskRecord)
     entries = [entry for record in records for entry in record.files]
     return entries, [record.statistics for record in sketches]
 

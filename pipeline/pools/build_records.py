@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import digest, to_dict
+from pipeline.engine.records import TaskRecord
 from pipeline.models.precision import Resolved
 from pipeline.models.truncation import Truncated
 from pipeline.pools.changes import RowSet
 from pipeline.pools.gate import Canaries, ShardCheck
 from pipeline.pools.plan import Plan
-from pipeline.tasks.records import TaskRecord
 
 
 @dataclass(frozen=True)

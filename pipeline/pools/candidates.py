@@ -24,18 +24,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.arrays import Keys
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft
-from pipeline.files import npy
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 from pipeline.pools.changes import RowSet
 from pipeline.pools.shard import ROWS
-from pipeline.tasks.records import TaskRecord
+from pipeline.storage import npy
 
 TEXT_KEY, CONTENT_KEY, ID_KEY, BYTES = range(4)
 _FOLDER = "_candidates"
@@ -99,7 +100,7 @@ def stage(
                     uri,
                     (group.first, group.end, group.rows_before),
                 )
-    return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
+    return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 
 def read_rows(draft: Draft, part: str) -> pa.Table:

@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, FileEntry
 from pipeline.config import BadInput, digest, require
-from pipeline.files import node_cache
-from pipeline.tasks.records import FileEntry
+from pipeline.storage import node_cache
 
 Check = Literal["once", "always", "never"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import progress
 from pipeline.arrays import Floats
 from pipeline.config import require
 from pipeline.pools.shard import Shard
 from pipeline.pools.vector_format import LENGTH, SCALE, DeviceDtype, Dtype
-from pipeline.tasks import progress
 
 # A search's own: the scores of two passes (384 MiB each), places among them, and the encoder's activations.
 _WORKING_MEMORY = 4 << 30

@@ -18,7 +18,11 @@ from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft
+from pipeline.engine.attempts import Work
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import sum_counts
+from pipeline.engine.resources import Actors
+from pipeline.engine.run import run_tasks_on_actors
 from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.pools import candidates
@@ -29,9 +33,6 @@ from pipeline.pools.shard import ROWS
 from pipeline.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.pools.versions import PLAN, Version, files_of_rows
-from pipeline.shards import Work, run_tasks_on_actors
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import sum_counts
 
 if TYPE_CHECKING:
     from pipeline.pools.embedder import Embedder

@@ -24,7 +24,8 @@ import torch
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
+from pipeline.engine.resources import best_device
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
@@ -42,7 +43,6 @@ from pipeline.pools.plan import Slices
 from pipeline.pools.pool import Pool
 from pipeline.pools.vector_format import Dtype, decode, encode
 from pipeline.pools.verdicts import NEW
-from pipeline.tasks.resources import best_device
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _LOOKED_AT = 200  # rows of a shard, for the count of truncated texts: they are tokenised once more

@@ -18,9 +18,9 @@ from typing import NotRequired, TypedDict
 from pipeline import storage
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
-from pipeline.drafts import Draft
-from pipeline.files.prefetch import map_prefetched
+from pipeline.engine.draft import Draft
 from pipeline.pools.changes import Changes
+from pipeline.storage.prefetch import map_prefetched
 
 KEY_DIGITS = 16
 # Norms so many times the mean, or the mean so many times a norm, are no norms of texts.

@@ -11,11 +11,11 @@ from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import digest
 from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
-from pipeline.files import fingerprints
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.pools import build
 from pipeline.pools.embed import EmbedConfig
+from pipeline.storage import fingerprints
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Locks of pools and leases of their versions: files that their owners keep fresh.
 
-<pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.files.locks`
+<pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.storage.locks`
 <pools>/_locks/<name>/current/00000017.json     CURRENT, PREVIOUS or PINNED is changed
 <pools>/_leases/<name>/<version>/<owner>.json   somebody has this version open
 """
@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from pipeline import storage
 from pipeline.config import Stopped
-from pipeline.files import locks
-from pipeline.files.locks import Beat, Lock
+from pipeline.storage import locks
+from pipeline.storage.locks import Beat, Lock
 
 __all__ = ["Beat", "Lock", "current_locked", "is_leased", "lease", "locked"]
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from pipeline.arrays import Ints
 from pipeline.corpora import raw
-from pipeline.drafts import Draft
-from pipeline.files.prefetch import map_prefetched
+from pipeline.engine.draft import Draft
 from pipeline.pools import candidates, verdicts
 from pipeline.pools.changes import Changes, RowSet
 from pipeline.pools.verdicts import (
@@ -22,6 +21,7 @@ from pipeline.pools.verdicts import (
     TextQuery,
     Verdicts,
 )
+from pipeline.storage.prefetch import map_prefetched
 
 SHARD_PREFIX = "part-"
 _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memory

@@ -26,7 +26,6 @@ from pipeline import storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput
-from pipeline.files import node_cache
 from pipeline.pools import checksums
 from pipeline.pools.checksums import Check
 from pipeline.pools.shard import (
@@ -47,6 +46,7 @@ from pipeline.pools.vector_format import (
     Layer,
     decode,
 )
+from pipeline.storage import node_cache
 
 _FEW_NUMBERS = 1 << 24  # 64 MiB in float32: 43,000 rows of 384 dimensions
 

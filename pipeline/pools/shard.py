@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.files import npy
 from pipeline.pools.vector_format import FILE_DTYPES, Layer
+from pipeline.storage import npy
 
 ROWS = pa.schema(
     [

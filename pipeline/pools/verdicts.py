@@ -28,17 +28,18 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.arrays import Ints, Keys
 from pipeline.config import BadInput, digest
 from pipeline.corpora import raw
-from pipeline.drafts import Draft
-from pipeline.files import npy
-from pipeline.files.prefetch import map_prefetched
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 from pipeline.pools import candidates
 from pipeline.pools.changes import Changes, RowSet
-from pipeline.tasks import executors
-from pipeline.tasks.records import TaskRecord
+from pipeline.storage import npy
+from pipeline.storage.prefetch import map_prefetched
 
 NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
@@ -108,7 +109,7 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     plan = f"plan-{digest([files, flags])[:8]}"
     work = functools.partial(_decide, rows=rows, query=query)
     with _executor(rows.candidates, rows.before, rows.source):
-        (decided,) = shards.run_tasks(draft, {plan: ""}, work, "plan", Verdicts)
+        (decided,) = run_tasks(draft, {plan: ""}, work, "plan", Verdicts)
     return decided
 
 
@@ -119,7 +120,7 @@ def compare(draft: Draft, rows: Files, before: Files, same_columns: bool = True)
     """
     work = functools.partial(_compare, rows=rows, before=before, same_columns=same_columns)
     with _executor(rows, before):
-        (record,) = shards.run_tasks(draft, {"compare": ""}, work, "versions", _ChangesRecord)
+        (record,) = run_tasks(draft, {"compare": ""}, work, "versions", _ChangesRecord)
     return record.changes
 
 

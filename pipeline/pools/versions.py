@@ -11,7 +11,7 @@ from typing import Any
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
-from pipeline.drafts import is_being_made, read_mark, read_request
+from pipeline.engine.draft import is_being_made, read_mark, read_request
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.pools.changes import RowSet
 from pipeline.pools.lock import current_locked, is_leased

@@ -391,8 +391,8 @@ class Ranker:
 def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerModule:
     import torch
 
+    from pipeline.engine.resources import best_device
     from pipeline.models import inference
-    from pipeline.tasks.resources import best_device
 
     require(precision in ("auto", "bf16", "fp32"), "precision", precision, "auto, bf16, fp32")
     if device == "auto":

@@ -27,10 +27,10 @@ from pipeline.config import Stopped
 from pipeline.corpora import file_tasks
 from pipeline.corpora.formats import parquet_fetches, tables
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
-from pipeline.files import node_cache
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord
 from pipeline.pools.lock import locked
-from pipeline.tasks.records import TaskRecord
+from pipeline.storage import node_cache
 from serve.engine import Engine, PoolQuery
 from tests.helpers import free_port
 
@@ -188,7 +188,7 @@ def test_reading_ahead_may_be_given_up(bucket):
 
 COPY = """
 import sys
-from pipeline.files import node_cache
+from pipeline.storage import node_cache
 print(node_cache.local_folder(sys.argv[1], "v1"))
 """
 

@@ -17,9 +17,9 @@ from jobs.benchmarks.paper import report, trials
 from jobs.benchmarks.paper.tables import TABLES
 from jobs.benchmarks.paper.trials import Outcome, Setting
 from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.training import launch

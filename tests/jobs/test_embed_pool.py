@@ -11,8 +11,8 @@ import torch
 
 from jobs import finetune
 from pipeline import storage
-from pipeline.artifact import open_artifact
-from pipeline.drafts import draft, folder_entries
+from pipeline.artifact import folder_entries, open_artifact
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.corpora.report import text
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.shard import ROWS
 from pipeline.training.tokenizer import TokenizerConfig

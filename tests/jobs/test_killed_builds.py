@@ -331,7 +331,7 @@ def test_a_dry_run_whose_version_before_is_removed_meanwhile_answers_in_one_line
 KILLED_DRY_RUN = """
 import os, sys
 from jobs import embed_pool
-from pipeline.tasks import executors
+from pipeline.engine import executors
 
 embed_pool.rows_to_embed = lambda *_: os._exit(9)
 model, candidates, pools = sys.argv[1:]

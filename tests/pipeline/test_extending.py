@@ -17,7 +17,7 @@ from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models import inference, losses, ranker, settings
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.ranker import load_ranker

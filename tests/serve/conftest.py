@@ -19,7 +19,7 @@ from jobs import classify_intents, embed_pool
 from pipeline.artifact import Artifact
 from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import make_current

@@ -24,13 +24,13 @@ from jobs import embed_pool
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft
-from pipeline.files import node_cache
+from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.lock import is_leased
 from pipeline.pools.shard import ROWS, Share
+from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine

@@ -26,15 +26,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import shards, storage
+from pipeline import storage
+from pipeline.artifact import FileEntry
 from pipeline.config import require
 from pipeline.corpora import buckets, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import schema_with
-from pipeline.drafts import Draft
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 _SCHEMA = schema_with(("product_id", pa.string()))
 _PAIRS = pa.schema([(name, pa.string()) for name in ("key", "product", "question", "answer")])
@@ -89,13 +91,13 @@ def prepare(
     read = functools.partial(
         _read_file, bucket_count=bucket_count, options=options, reading=reading, privacy=privacy
     )
-    records = shards.run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
+    records = run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
     parts = [part for record in records for part in record.parts]
     build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
     bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(bucket_count)}
     label = "amazonqa: pairs to examples"
-    return [*records, *shards.run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
+    return [*records, *run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
 
 
 # ---------------------------------------------------------------------------------------------------

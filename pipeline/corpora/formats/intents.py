@@ -37,8 +37,8 @@ from pipeline.corpora.schema import (
     schema_with,
     split_by_name_or_group,
 )
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")

@@ -29,8 +29,8 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]

@@ -21,8 +21,8 @@ from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles, wikipedia_extracted, wikipedia_xml
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _SPLIT = (900, 50, 50)
 _SCHEMA = schema_with(("title", pa.string()))

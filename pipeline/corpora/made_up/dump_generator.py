@@ -26,12 +26,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
-from pipeline import storage
+from pipeline import progress, storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
-from pipeline.tasks import executors, progress
-from pipeline.tasks.waiting import await_room
+from pipeline.engine import executors
+from pipeline.engine.waiting import await_room
 
 COMMENTS_PER_FILE = 2_000_000
 _LEAST_PER_FILE = 100

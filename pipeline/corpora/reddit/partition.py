@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards
+from pipeline import progress
 from pipeline.arrays import Ints
 from pipeline.config import Stopped
 from pipeline.corpora import buckets, raw
@@ -23,11 +23,12 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
-from pipeline.drafts import Draft
-from pipeline.files.retries import DELAYS_S
-from pipeline.shards import Starts
-from pipeline.tasks import costs, executors, progress, resources, waiting
-from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine import executors, report, resources, waiting
+from pipeline.engine.attempts import DIED, MAX_STARTS, Starts, failed_outcome, run_task
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine.run import describe, failures, run_on_cluster
+from pipeline.storage.failures import DELAYS_S
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 # Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
@@ -108,19 +109,19 @@ def read_dumps(
             block_counts[_file_of(task)] += 1
             mark_if_done(_file_of(task))
 
-        failed = shards.failures(block_outcomes(), _LABEL, count_block)
+        failed = failures(block_outcomes(), _LABEL, count_block)
         for index, uri in pending_files:  # a reader that has begun too often yields no row
             file = f"file-{index:05d}"
-            if file not in file_records and len(died_on.get(file, ())) >= shards.MAX_STARTS:
-                failed[file], inputs[file] = shards.DIED, uri
+            if file not in file_records and len(died_on.get(file, ())) >= MAX_STARTS:
+                failed[file], inputs[file] = DIED, uri
         marks = draft.marks()
     stack.close()
     names = sorted(task for task in marks if task.startswith("block"))
     blocks = marks.records(names, TaskRecord)
     cost_by_task = {task: record.cost for task, record in blocks.items()}
-    costs.report(costs.Stage(_LABEL, cost_by_task, failed, died_on))
+    report.report(report.Stage(_LABEL, cost_by_task, failed, died_on))
     if failed:
-        raise Stopped(shards.describe(failed, inputs, _LABEL))
+        raise Stopped(describe(failed, inputs, _LABEL))
     dumps = [f"file-{index:05d}" for index in range(len(files))]
     dump_records = marks.records(dumps, DumpRecord)
     for dump in dump_records.values():
@@ -146,7 +147,7 @@ def _parse_blocks(
     died_on: dict[str, list[str]],
 ) -> Generator[dict[str, Any], None, None]:
     """A row with its outcome per block, parsed and filed; one per file, with its record, at its end, or with
-    its outcome where it could not be read. Then fills in `died_on`, as `shards.run_on_cluster`."""
+    its outcome where it could not be read. Then fills in `died_on`, as `run_on_cluster`."""
     read = functools.partial(_read_file, parsed_tasks, block_bytes, options)
     parse = functools.partial(_parse_and_mark, draft, bucket_count, options, privacy, DELAYS_S)
     if executors.current():
@@ -195,7 +196,7 @@ def _parse_blocks(
         )
 
     rows = [{"index": index, "uri": uri} for index, uri in files]
-    yield from shards.run_on_cluster(rows, run, died_on)
+    yield from run_on_cluster(rows, run, died_on)
 
 
 _READ_ROWS = pa.schema(
@@ -226,7 +227,7 @@ def _read_file(
     """
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
     file = f"file-{index:05d}"
-    if starts and starts.add(file) > shards.MAX_STARTS:
+    if starts and starts.add(file) > MAX_STARTS:
         return
     blocks, line, cut_off, kind, notes = 0, 1, "", None, list[str]()
 
@@ -255,7 +256,7 @@ def _read_file(
         cut_off = str(error)
         notes.append(raw.truncation_note(error, line - 1))
     except Exception as error:
-        yield row(task=file, outcome=json.dumps(shards.failed_outcome(file, error)))
+        yield row(task=file, outcome=json.dumps(failed_outcome(file, error)))
         return
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
     record = DumpRecord(counts=counts, blocks=blocks, lines=line - 1, cut_off=cut_off, notes=notes)
@@ -279,7 +280,7 @@ def _parse_and_mark(
 
     if row["lines"] is not None:
         block = {"task": row["task"], "argument": row}
-        row["outcome"] = json.dumps(shards.run_task(draft, work, delays_s, starts, block))
+        row["outcome"] = json.dumps(run_task(draft, work, delays_s, starts, block))
     return pa.table(
         {
             "task": [row["task"]],

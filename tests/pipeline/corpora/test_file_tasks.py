@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import Draft
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools.embed import EmbedConfig
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")

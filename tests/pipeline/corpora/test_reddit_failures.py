@@ -14,16 +14,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline import shards
 from pipeline.config import Stopped
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, partition
 from pipeline.corpora.reddit.partition import read_dumps
-from pipeline.drafts import Draft
-from pipeline.tasks import costs, executors
-from pipeline.tasks.records import TaskRecord
-from pipeline.tasks.resources import largest_memory
+from pipeline.engine import executors, report
+from pipeline.engine.attempts import failed_outcome
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import largest_memory
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 BLOCK_BYTES = 1 << 18
@@ -65,8 +65,8 @@ def write_submissions(file: str) -> None:
 
 def read(
     out: Draft, files: list[str], options: Options | None = None, privacy: Privacy = PLAIN
-) -> tuple[dict[str, TaskRecord], costs.Stage]:
-    with costs.collect_stages() as stages:
+) -> tuple[dict[str, TaskRecord], report.Stage]:
+    with report.collect_stages() as stages:
         records = read_dumps(
             out, files, 2, BLOCK_BYTES, options or Options(), raw.Reading(), privacy
         )
@@ -248,7 +248,7 @@ def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
         try:
             for number in range(1000):
                 task = f"block-00000-{number:06d}"
-                outcome = shards.failed_outcome(task, OSError("no route to host"))
+                outcome = failed_outcome(task, OSError("no route to host"))
                 yield {
                     "task": task,
                     "input": dumps[0],

@@ -12,7 +12,7 @@ from pipeline import storage
 from pipeline.corpora import buckets
 from pipeline.corpora.reddit import shuffle
 from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
 
 SCHEMA = pa.schema([("number", pa.int64())])
 BLOCKS, BUCKETS, ROWS = 50, 40, 200

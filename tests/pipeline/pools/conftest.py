@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import candidates
 from pipeline.pools.embed import EmbedConfig
 

@@ -21,7 +21,9 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
+from pipeline.engine.records import sum_counts
+from pipeline.engine.resources import Actors
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
@@ -30,8 +32,6 @@ from pipeline.pools import build, candidates, embed
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.gate import GateConfig
 from pipeline.pools.pool import Pool
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import sum_counts
 
 PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.engine.records import to_json
 from pipeline.models import inference
 from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
@@ -22,7 +23,6 @@ from pipeline.pools.candidates import content_hash
 from pipeline.pools.embedder import Embedder
 from pipeline.pools.shard import ROWS
 from pipeline.pools.verdicts import PlanInput, TextQuery
-from pipeline.tasks.records import to_json
 
 from .conftest import stage_rows, write_version_before
 

@@ -15,9 +15,9 @@ import pytest
 
 from pipeline import storage
 from pipeline.config import Stopped
-from pipeline.files import locks
 from pipeline.pools import lock
 from pipeline.pools.lock import current_locked, is_leased, lease, locked
+from pipeline.storage import locks
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from pipeline import storage
 from pipeline.config import from_dict, to_dict
-from pipeline.drafts import Draft
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
 from pipeline.pools import candidates, plan, verdicts
 from pipeline.pools.candidates import content_hash
 from pipeline.pools.changes import Changes
 from pipeline.pools.plan import Plan
 from pipeline.pools.shard import ROWS
 from pipeline.pools.verdicts import NEW, PlanInput, TextQuery
-from pipeline.tasks import executors
 
 from .conftest import stage_rows, write_version_before
 
@@ -327,7 +327,7 @@ def test_a_small_pool_is_planned_in_the_process_of_the_driver(make, monkeypatch)
     def on_cluster(*_: object) -> None:
         raise AssertionError("a task went to the cluster")
 
-    monkeypatch.setattr("pipeline.shards.run_on_cluster", on_cluster)
+    monkeypatch.setattr("pipeline.engine.run.run_on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     assert plan.make(out, sources, 10, TextQuery()).rows == 4

@@ -19,7 +19,7 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import checksums
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool, current_uri, describe, make_current

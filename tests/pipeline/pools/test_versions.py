@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from pipeline import drafts, storage
+from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.drafts import Draft, draft
+from pipeline.engine import draft as drafts
+from pipeline.engine.draft import Draft, draft
 from pipeline.models.precision import NUMERICS
 from pipeline.pools import lock, versions
 from pipeline.pools.embed import EmbedConfig

@@ -11,7 +11,7 @@ import torch
 
 from jobs import embed_pool
 from pipeline.artifact import Artifact
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.exchange import to_sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker

@@ -11,14 +11,14 @@ import torch
 
 from pipeline import storage
 from pipeline.config import BadInput
-from pipeline.drafts import Draft, draft
-from pipeline.files import node_cache
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import build
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS
 from pipeline.search import approximate, search, top_rows
 from pipeline.search.exact import FORMS
+from pipeline.storage import node_cache
 
 pytest.importorskip("faiss")
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.polyencoder import first_m_vectors, learnt_code_vectors
 from pipeline.pools import device_rows
 from pipeline.pools.embed import EmbedConfig

@@ -12,7 +12,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.formats.tables import TableFormat
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import candidates
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool

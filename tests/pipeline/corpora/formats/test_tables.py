@@ -24,7 +24,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import tables
 from pipeline.corpora.raw import Reading
-from pipeline.files import retries
+from pipeline.storage import failures
 
 WANTED = {"pairs.a_column": "a", "pairs.b_column": "b"}
 ROWS = [{"a": "one", "b": "two"}, {"a": "three, four", "b": 'a "word" of five'}]
@@ -366,7 +366,7 @@ def failing_reads(monkeypatch):
     def run(fails):
         opened = storage.open_input
         monkeypatch.setattr(storage, "open_input", lambda uri: FailingStream(opened(uri), fails))
-        monkeypatch.setattr(retries.time, "sleep", lambda _: None)
+        monkeypatch.setattr(failures.time, "sleep", lambda _: None)
 
     return run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.artifact import FORMAT_VERSION, MANIFEST, REQUEST, Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
-from pipeline.files import fingerprints, locks
-from pipeline.job_request import describe_request, difference
+from pipeline.artifact import (
+    FORMAT_VERSION,
+    MANIFEST,
+    REQUEST,
+    Artifact,
+    FileEntry,
+    file_entry,
+    fingerprint_of_entries,
+    open_artifact,
+)
+from pipeline.config import BadInput, Stopped, digest, flatten, identity, to_dict
+from pipeline.engine.records import RecordT, TaskRecord, from_json, to_json
 from pipeline.provenance import git_revision, library_versions
-from pipeline.tasks.records import FileEntry, RecordT, TaskRecord, from_json, to_json
+from pipeline.storage import locks
 
 RUN = "_run.json"
 """The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""
@@ -135,7 +144,7 @@ class Draft:
         manifest = {
             "kind": self.kind,
             "format_version": FORMAT_VERSION,
-            "fingerprint": fingerprints.fingerprint_of_entries(entries),
+            "fingerprint": fingerprint_of_entries(entries),
             "request": self.request,
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - self.started, 1),
@@ -303,12 +312,46 @@ def _references(inputs: Mapping[str, Artifact | dict[str, Any]]) -> dict[str, di
     }
 
 
-def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
-    size = data.size if isinstance(data, pa.Buffer) else len(data)
-    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
+# The identity of a job: the kind of its output, its inputs' contents, and its settings
 
 
-def folder_entries(folder: Path) -> list[FileEntry]:
-    """Manifest entries of all files in a local folder."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]
+def describe_request(
+    kind: str, config: Any, inputs: Mapping[str, Mapping[str, Any]], unused: Collection[str] = ()
+) -> dict[str, Any]:
+    """JSON-ready. `inputs`: a reference to each, with its `fingerprint`; those of a list are numbered, such
+    as corpus.0. Settings that are named like an input, that are `NOT_IDENTITY` or `unused` do not count."""
+    settings = flatten(identity(config))
+    input_names = {re.sub(r"\.\d+$", "", name) for name in inputs}
+    return {
+        "kind": kind,
+        "inputs": {name: reference["fingerprint"] for name, reference in inputs.items()},
+        "config": {
+            name: value
+            for name, value in settings.items()
+            if name not in input_names and name.partition(".")[0] not in unused
+        },
+    }
+
+
+def difference(earlier_request: dict[str, Any], request: dict[str, Any]) -> str:
+    """Names the inputs and the first settings that differ, for a person: "--corpus has other contents than
+    it had; max_steps: 3 there, 4 here"."""
+    earlier_inputs, inputs = earlier_request.get("inputs", {}), request["inputs"]
+    earlier_settings = flatten(earlier_request.get("config", {}))
+    settings = flatten(request["config"])
+    descriptions = []
+    for name in _changed(earlier_inputs, inputs):
+        option = "--" + re.sub(r"\.\d+$", "", name).replace("_", "-")
+        if name in earlier_inputs and name in inputs:
+            descriptions.append(f"{option} has other contents than it had")
+        else:
+            descriptions.append(f"{option} is given only {'here' if name in inputs else 'there'}")
+    descriptions += [
+        f"{name}: {earlier_settings.get(name)!r} there, {settings.get(name)!r} here"
+        for name in _changed(earlier_settings, settings)
+    ]
+    return "; ".join(list(dict.fromkeys(descriptions))[:3]) or "of another kind"
+
+
+def _changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]

@@ -37,7 +37,7 @@ def current() -> InThisProcess | None:
 
 @contextmanager
 def in_this_process() -> Iterator[InThisProcess]:
-    """Tasks and actors (`pipeline.shards`) and trainings of all threads run in this process.
+    """Tasks and actors (`pipeline.engine.run`) and trainings of all threads run in this process.
 
     Tasks write the same files as on a cluster. A training has one rank, whatever `--resources.workers` says.
     """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeline.files import npy
+from pipeline.storage import npy
 
 SHAPES = arrays.array_shapes(min_dims=0, min_side=0)
 WHOLE = npy.to_bytes(np.arange(9))

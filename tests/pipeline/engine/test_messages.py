@@ -7,7 +7,7 @@ import threading
 import pytest
 import ray
 
-from pipeline.tasks.messages import listening
+from pipeline.engine.messages import listening
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

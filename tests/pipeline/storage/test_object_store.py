@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.files import object_store
+from pipeline.storage import object_store
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipeline.tasks.records import FileEntry, TaskRecord, from_json, sum_counts, to_json
+from pipeline.artifact import FileEntry
+from pipeline.engine.records import TaskRecord, from_json, sum_counts, to_json
 
 
 @dataclass(frozen=True)

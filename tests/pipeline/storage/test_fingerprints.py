@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import fingerprints
+from pipeline.storage import fingerprints
 
 
 def write(folder: Path, *names: str) -> list[str]:

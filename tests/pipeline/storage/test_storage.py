@@ -10,7 +10,7 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.files import node_cache
+from pipeline.storage import node_cache
 
 
 def write(folder: Path, *names: str) -> list[str]:

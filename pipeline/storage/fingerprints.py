@@ -1,33 +1,16 @@
-"""Fingerprints of contents, which are part of a job's identity."""
+"""Fingerprints of raw input files, which are part of a job's identity."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatch
 
 from pipeline import storage
-from pipeline.config import digest
-from pipeline.tasks.records import FileEntry
 
 _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 1 << 24
 _FILES_AT_ONCE = 16
-# Pictures, pages and reports show times and speeds; a training state is only for a longer training.
-_BESIDE = ("*.png", "*.md", "report.json", "training_state/*")
-
-
-def fingerprint_of_entries(entries: Iterable[FileEntry]) -> str:
-    """Names what computes: weights, tokenizers, settings, data. Files that lie beside them do not count, so a
-    repeated training with the same weights is the same model."""
-    return digest(
-        [
-            (entry["path"], entry["sha256"])
-            for entry in entries
-            if not any(fnmatch(entry["path"], pattern) for pattern in _BESIDE)
-        ]
-    )
 
 
 def raw_fingerprint(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from pipeline import progress
 from pipeline.config import BadInput, parse
-from pipeline.tasks import progress
 
 
 @dataclass(frozen=True, kw_only=True)

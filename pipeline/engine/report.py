@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.tasks import progress
-from pipeline.tasks.records import RecordT, TaskCost
+from pipeline import progress
+from pipeline.engine.records import RecordT, TaskCost
 
 _STRAGGLER_FACTOR = 3.0  # times the median
 _STRAGGLER_SECONDS = 10.0  # and at least so long: short tasks wait for each other

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import BadInput, Stopped, max_wait_minutes
-from pipeline.tasks import executors
+from pipeline.engine import executors
 
 # The processes of a job's last stage have ended by then.
 _SILENT_S = 4

@@ -9,14 +9,14 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from pipeline import tracking
+from pipeline import progress, tracking
 from pipeline.config import Stopped
-from pipeline.drafts import draft
-from pipeline.shards import run_tasks
-from pipeline.tasks import costs, executors, progress
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.costs import Stage
-from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine import executors, report
+from pipeline.engine.draft import draft
+from pipeline.engine.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine.report import Stage
+from pipeline.engine.resources import Actors
+from pipeline.engine.run import run_tasks
 
 
 def test_a_task_is_measured_where_it_runs():
@@ -26,10 +26,10 @@ def test_a_task_is_measured_where_it_runs():
         file = {"path": "a", "rows": 7, "bytes": 90, "sha256": ""}
         return TaskRecord(files=[file], counts={"records": 50})
 
-    cost = costs.measured(work).cost
+    cost = report.measured(work).cost
     assert (cost.rows, cost.bytes, cost.host) == (7, 90, socket.gethostname())
     assert cost.seconds >= 0 and cost.peak_memory_bytes > 80 << 20
-    assert costs.measured(lambda: TaskRecord(counts={"records": 50})).cost.rows == 50
+    assert report.measured(lambda: TaskRecord(counts={"records": 50})).cost.rows == 50
 
 
 def test_a_record_keeps_its_cost_and_old_ones_have_none():
@@ -53,10 +53,10 @@ def test_a_straggler_takes_three_times_the_median_and_ten_seconds():
 def test_the_end_of_a_stage_is_told_and_kept(monkeypatch, capsys):
     monkeypatch.setenv(progress.VARIABLE, "json")
     stage = Stage("embed", costs_of(5, 6, 5, 40), {"t9": "full"}, {"t1": ["h7"]})
-    with costs.collect_stages() as stages:
-        costs.report(stage)
+    with report.collect_stages() as stages:
+        report.report(stage)
     assert stages == [stage]
-    costs.report(stage)  # where nothing is collected
+    report.report(stage)  # where nothing is collected
     text = capsys.readouterr().err
     assert "embed: t1 was started again: its process died on h7" in text
     assert "embed: straggler t3: 40 s on h3, median 6 s" in text

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pipeline import storage
 from pipeline.config import require
-from pipeline.files.retries import with_retries
+from pipeline.storage.failures import with_retries
 
 _RANGE_BYTES = 16 << 20
 _RANGES_AT_ONCE = 16  # a stream from S3 brings some 80 MB/s, a node's network 1 to 10 GB/s

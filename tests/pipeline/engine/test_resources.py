@@ -11,8 +11,8 @@ import ray
 import torch
 
 from pipeline.config import MAX_WAIT_VARIABLE, Stopped
-from pipeline.tasks import waiting
-from pipeline.tasks.resources import best_device
+from pipeline.engine import waiting
+from pipeline.engine.resources import best_device
 
 
 def device_on_a_node_with_a_gpu(assigned: list[int]) -> str:

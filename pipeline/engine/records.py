@@ -13,23 +13,14 @@ import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
-
-class FileEntry(TypedDict):
-    """A file of an artifact, as the manifest lists it."""
-
-    path: str
-    """Below the artifact's folder."""
-    rows: int
-    """0: the file has no rows."""
-    bytes: int
-    sha256: str
+from pipeline.artifact import FileEntry
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCost:
-    """The cost of a task; see `pipeline.tasks.costs`."""
+    """The cost of a task; see `pipeline.engine.report`."""
 
     seconds: float = 0.0
     rows: int = 0

@@ -1,41 +1,31 @@
 """Runs named tasks on the cluster, each one once, however often the job is killed.
 
-A task is tried again after an error of the network or the object store (`pipeline.files.retries`). It is
+A task is tried again after an error of the network or the object store (`pipeline.storage.failures`). It is
 started again up to 3 times if its process or its node died. A task that still fails stops no other one: the
 others run to the end, and then the failed ones are named with their inputs.
 
-Tasks run on the cluster, by Ray Data, or in this process (`pipeline.tasks.executors`).
+Tasks run on the cluster, by Ray Data, or in this process (`pipeline.engine.executors`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import socket
 import sys
-import traceback
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline import progress
 from pipeline.config import BadInput, Stopped
-from pipeline.drafts import Draft
-from pipeline.files.retries import DELAYS_S, is_transient, with_retries
-from pipeline.tasks import costs, executors, progress
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.failures import storage_failure
-from pipeline.tasks.records import RecordT, TaskCost, TaskRecord
-from pipeline.tasks.resources import cpus_each, largest_memory
-from pipeline.tasks.waiting import await_room
+from pipeline.engine import executors, report
+from pipeline.engine.attempts import Starts, Work, run_task, start_counter
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import RecordT, TaskCost
+from pipeline.engine.resources import Actors, cpus_each, largest_memory
+from pipeline.engine.waiting import await_room
+from pipeline.storage.failures import DELAYS_S
 
-Work = Callable[[Draft, str, Any], RecordT]
-
-MAX_STARTS = 4
-DIED = (
-    f"its process died {MAX_STARTS} times; where a node's memory was full, give it less at a time"
-)
 _MAX_FAILED = 20  # of so many tasks the next one will fail too
 _SHOWN = 5
 
@@ -121,117 +111,6 @@ def run_tasks_on_actors(
     return _run(draft, tasks, label, kind, make, run, rows, on_actors=True)
 
 
-def run_task(
-    draft: Draft,
-    work: Work[RecordT],
-    delays_s: Sequence[float],
-    starts: Starts | None,
-    row: dict[str, Any],
-) -> dict[str, Any]:
-    """The outcome of a task, which is done and marked. Ray Data keeps only the text of errors, so what went
-    wrong is returned.
-
-    `starts`: None where a task starts once only.
-    """
-    task = row["task"]
-    number = starts.add(task) if starts else 1
-    if number > 1 and draft.is_marked(task):  # its node died after it had done it
-        return _outcome(task)
-    if number > MAX_STARTS:
-        return _outcome(task, failure=DIED)
-
-    def do_and_mark() -> TaskRecord:
-        record = costs.measured(lambda: work(draft, task, row["argument"]))
-        draft.mark(task, record)
-        return record
-
-    try:
-        cost = with_retries(do_and_mark, delays_s).cost
-    except Exception as error:
-        return failed_outcome(task, error)
-    return _outcome(task, cost=json.dumps(dataclasses.asdict(cost)))
-
-
-def failed_outcome(task: str, error: Exception) -> dict[str, Any]:
-    """The outcome of a task that raised this error, which is being handled."""
-    if isinstance(error, BadInput):
-        return _outcome(task, refusal=str(error))
-    if failure := storage_failure(error):
-        return _outcome(task, storage=f"{failure} (on {socket.gethostname()})")
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    trace = "" if is_transient(error) else traceback.format_exc()
-    return _outcome(task, failure=text, traceback=trace)
-
-
-def _outcome(task: str, **values: str) -> dict[str, Any]:
-    empty = {"refusal": "", "storage": "", "failure": "", "traceback": "", "cost": "{}"}
-    return {"task": task, **empty, **values}
-
-
-class _StartCounter:
-    """An actor: how often each task of a run has been started, and where. Ray itself starts again without
-    end."""
-
-    def __init__(self) -> None:
-        self._hosts: dict[str, dict[str, list[str]]] = {}
-
-    def add(self, run: str, task: str, host: str) -> int:
-        hosts = self._hosts.setdefault(run, {}).setdefault(task, [])
-        hosts.append(host)
-        return len(hosts)
-
-    def end(self, run: str) -> dict[str, list[str]]:
-        """The hosts on which the process of a task died, by task; then the run is forgotten."""
-        tasks = self._hosts.pop(run, {})
-        return {task: hosts[:-1] for task, hosts in tasks.items() if len(hosts) > 1}
-
-
-@dataclass(frozen=True)
-class Starts:
-    """How often the tasks of one run have been started, for its processes on any node."""
-
-    actor: Any
-    run: str
-
-    def add(self, task: str) -> int:
-        """How often the task has been started, this time too."""
-        import ray
-
-        return int(ray.get(self.actor.add.remote(self.run, task, socket.gethostname())))
-
-    def end(self) -> dict[str, list[str]]:
-        """See `_StartCounter.end`."""
-        import ray
-
-        hosts_by_task: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
-        return hosts_by_task
-
-
-_actor_handles: dict[str, Any] = {}  # an actor ends with the handle that its creator has
-
-
-def _start_counter() -> Any:
-    """The actor of this driver: one for all its runs, since an actor is a process, and starts in a second
-    of CPU (a third of a small jobs.clean_corpus, when each stage had its own)."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    context = ray.get_runtime_context()
-    name = f"task starts of job {context.get_job_id()}"
-    with suppress(ValueError):
-        return ray.get_actor(name)
-    this_node = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-    options = {
-        "name": name,
-        "num_cpus": 0,
-        "scheduling_strategy": this_node,
-        "max_restarts": -1,  # killed, it forgets the counts; the job goes on
-        "max_task_retries": -1,
-    }
-    _actor_handles["counter"] = ray.remote(_StartCounter).options(**options).remote()
-    return _actor_handles["counter"]
-
-
 def _run(
     draft: Draft,
     tasks: Mapping[str, Any],
@@ -261,7 +140,7 @@ def _run(
             marks = draft.marks()
     records = marks.records((name for name in tasks if name in marks), kind)
     cost_by_task = {name: record.cost for name, record in records.items()}
-    costs.report(costs.Stage(label, cost_by_task, failed, died_on))
+    report.report(report.Stage(label, cost_by_task, failed, died_on))
     if failed:
         raise Stopped(describe(failed, tasks, label))
     return [records[name] for name in tasks]
@@ -289,7 +168,7 @@ def run_on_cluster(
     fills in `died_on`."""
     import ray.data
 
-    starts = Starts(_start_counter(), uuid.uuid4().hex)
+    starts = Starts(start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
     with suppress(GeneratorExit):  # nobody waits for the other tasks
         yield from run(dataset, starts).iter_rows()
@@ -316,12 +195,12 @@ def failures(
                 )
             if not row["failure"]:
                 cost = TaskCost(**json.loads(row["cost"]))
-                costs.count_done(label, cost)
+                report.count_done(label, cost)
                 on_end(row["task"], cost)
                 continue
             if row["traceback"] and not failed:
                 print(row["traceback"], file=sys.stderr, flush=True)
-            costs.count_failed(label)
+            report.count_failed(label)
             progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
             failed[row["task"]] = row["failure"]
             if len(failed) >= _MAX_FAILED:

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from jobs import cluster, program
-from pipeline import shards
 from pipeline.config import BadInput, Stopped
-from pipeline.drafts import Draft, draft
-from pipeline.shards import run_tasks, run_tasks_on_actors
-from pipeline.tasks import costs, executors
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine import executors, report
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import Actors
+from pipeline.engine.run import run_tasks, run_tasks_on_actors
 
 TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}
 BEFORE = TaskRecord(counts={"square": -1, "argument": -1})
@@ -164,7 +163,7 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
             raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation")
         return TaskRecord(counts={"tries": tries})
 
-    monkeypatch.setattr(shards, "DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("pipeline.engine.run.DELAYS_S", (0.0, 0.0, 0.0))
     records = run_tasks(out, {"a": 0, "b": 3}, work, "-", TaskRecord)
     assert [record.counts["tries"] for record in records] == [1, 4]
     with pytest.raises(Stopped, match=r"c \(9\): OSError: AWS Error NETWORK_CONNECTION"):
@@ -197,7 +196,7 @@ def test_an_outcome_is_heard_of_while_an_earlier_task_runs(out, tmp_path, monkey
             time.sleep(0.01)
         return TaskRecord()
 
-    monkeypatch.setattr(costs, "count_done", lambda label, cost: heard.touch())
+    monkeypatch.setattr(report, "count_done", lambda label, cost: heard.touch())
     assert run_tasks(out, TASKS, work, "heard", TaskRecord) == [TaskRecord()] * 4
 
 

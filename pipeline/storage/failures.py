@@ -1,15 +1,20 @@
-"""Unwraps exceptions of other machines from Ray's wrappers, and tells which ones a retry cannot mend."""
+"""Which failures another try may mend, and trying again; unwraps exceptions of other machines from Ray's
+wrappers."""
 
 from __future__ import annotations
 
 import errno
+import random
 import re
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from pipeline.config import BadInput, Stopped
 
+ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 # What the same code does again with the same input. Other errors (a lost node, a full disk, a broken
@@ -39,6 +44,10 @@ _STORE_REFUSALS = {
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
 
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
+
+DELAYS_S = (1.0, 4.0, 16.0)
+"""Before the second, third and fourth try: an object store that is overloaded, or a network that is away
+for a moment. The store's client has tried several times itself before it raises."""
 
 
 def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
@@ -86,3 +95,30 @@ def store_refusal(error: BaseException) -> str | None:
             location = f"{key_match[2]}/{key_match[1]}" if key_match else text.partition(": ")[0]
             return f"{location}: {meaning} ({match[0]})"
     return None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether it is an I/O error that may be gone in a moment: no full disk, no file or bucket that is not
+    there."""
+    permanent = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    return (
+        isinstance(error, OSError)
+        and not isinstance(error, permanent)
+        and storage_failure(error) is None
+        and store_refusal(error) is None
+    )
+
+
+def with_retries(action: Callable[[], ResultT], delays_s: Sequence[float] = DELAYS_S) -> ResultT:
+    """Returns the result of `action`, and tries again after transient errors, with each delay once.
+
+    Each delay is drawn from its half to its whole, so that a thousand tasks do not come back at once.
+    """
+    for delay in delays_s:
+        try:
+            return action()
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            time.sleep(delay * random.uniform(0.5, 1.0))
+    return action()

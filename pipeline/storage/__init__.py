@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from pipeline.config import BadInput
-from pipeline.files import object_store
-from pipeline.files.retries import with_retries
+from pipeline.storage import object_store
+from pipeline.storage.failures import with_retries
 
 # An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
 # the wait, and bring three times what one stream does.
