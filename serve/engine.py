@@ -110,8 +110,8 @@ class Engine:
         self._closing = ExitStack()
         for pool in self.pools.values():
             self._closing.callback(pool.close)
-            if (beat := lease(pool.artifact.uri)) is not None:
-                self._closing.callback(beat.stop)
+            if (lease_file := lease(pool.artifact.uri)) is not None:
+                self._closing.callback(lease_file.stop)
         try:
             with node_cache.collect_uses() as copies:
                 self._closing.callback(_release, copies)

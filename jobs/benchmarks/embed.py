@@ -28,7 +28,7 @@ from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput, require
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
 from pipeline.engine.draft import draft
 from pipeline.models.ranker import new_ranker
@@ -317,7 +317,9 @@ def _articles(data: Path) -> Table:
     folders = [data / "wikipedia" / name for name in ("extracted_featured", "extracted_good")]
     files = sorted(str(file) for folder in folders for file in folder.glob("**/wiki_*"))
     require(bool(files), "data", str(data), "a folder with wikipedia/extracted_good/**/wiki_*")
-    articles = (a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), Account()))
+    articles = (
+        a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), ParseReport())
+    )
     return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
 
 

@@ -33,7 +33,7 @@ from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.pools import build
 from pipeline.pools.pool import Pool
-from pipeline.pools.shard import ROWS, Share
+from pipeline.pools.shard import ROWS, PoolPart
 from pipeline.pools.vector_format import Dtype, decode, encode
 from pipeline.search import Method, top_rows
 from pipeline.search.bounds import in_parallel
@@ -215,7 +215,7 @@ def _by_size(
     ms: dict[str, dict[str, float]] = {}
     over_best, over_plain, over_faiss = {}, {}, {}
     for size in sizes:
-        part = Pool.open(pool.artifact.uri, share=Share(0, max(1, len(pool) // size)))
+        part = Pool.open(pool.artifact.uri, part=PoolPart(0, max(1, len(pool) // size)))
         plain_ND = torch.from_numpy(
             np.concatenate([decode(shard.vectors) for shard in part.shards])
         )

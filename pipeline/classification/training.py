@@ -58,7 +58,7 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
     """The vectors of all texts, each text once; a resumed job reads them."""
     distinct = _distinct_texts(texts)
     device = best_device()
-    if "vectors" not in out.marks():
+    if "vectors" not in out.finished_tasks():
         began = time.perf_counter()
         model = encoder.load(source.local(), config, device)
         vectors = model.vectors(distinct).numpy()
@@ -105,9 +105,9 @@ class TrainingPlan:
 
 def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
     """Trains a head and tests it. A resumed job reads the finished heads."""
-    task, marks = f"head-{seed}", out.marks()
-    if task in marks:
-        return marks.record(task, HeadRecord)
+    task, finished = f"head-{seed}", out.finished_tasks()
+    if task in finished:
+        return finished.record(task, HeadRecord)
     began, labels = time.perf_counter(), labels_of(texts.train)
     train_rows = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
     place_of_label = {label: place for place, label in enumerate(labels)}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import socket
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,16 +30,16 @@ def run_task(
     draft: Draft,
     work: Work[RecordT],
     delays_s: Sequence[float],
-    starts: Starts | None,
+    counter: AttemptCounter | None,
     row: dict[str, Any],
 ) -> dict[str, Any]:
     """The outcome of a task, which is done and marked. Ray Data keeps only the text of errors, so what went
     wrong is returned.
 
-    `starts`: None where a task starts once only.
+    `counter`: None where a task starts once only.
     """
     task = row["task"]
-    number = starts.add(task) if starts else 1
+    number = counter.add(task) if counter else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return _outcome(task)
     if number > MAX_STARTS:
@@ -72,49 +73,54 @@ def _outcome(task: str, **values: str) -> dict[str, Any]:
     return {"task": task, **empty, **values}
 
 
-class _StartCounter:
-    """An actor: how often each task of a run has been started, and where. Ray itself starts again without
+class _AttemptCounts:
+    """An actor: the hosts on which each task of a run has been started. Ray starts a task again without
     end."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, dict[str, list[str]]] = {}
 
-    def add(self, run: str, task: str, host: str) -> int:
-        hosts = self._hosts.setdefault(run, {}).setdefault(task, [])
+    def add(self, run_id: str, task: str, host: str) -> int:
+        hosts = self._hosts.setdefault(run_id, {}).setdefault(task, [])
         hosts.append(host)
         return len(hosts)
 
-    def end(self, run: str) -> dict[str, list[str]]:
-        """The hosts on which the process of a task died, by task; then the run is forgotten."""
-        tasks = self._hosts.pop(run, {})
+    def end(self, run_id: str) -> dict[str, list[str]]:
+        """See `AttemptCounter.end`; the run is forgotten."""
+        tasks = self._hosts.pop(run_id, {})
         return {task: hosts[:-1] for task, hosts in tasks.items() if len(hosts) > 1}
 
 
 @dataclass(frozen=True)
-class Starts:
+class AttemptCounter:
     """How often the tasks of one run have been started, for its processes on any node."""
 
     actor: Any
-    run: str
+    run_id: str
+
+    @classmethod
+    def begin(cls) -> AttemptCounter:
+        """Counts a new run."""
+        return cls(_counting_actor(), uuid.uuid4().hex)
 
     def add(self, task: str) -> int:
         """How often the task has been started, this time too."""
         import ray
 
-        return int(ray.get(self.actor.add.remote(self.run, task, socket.gethostname())))
+        return int(ray.get(self.actor.add.remote(self.run_id, task, socket.gethostname())))
 
     def end(self) -> dict[str, list[str]]:
-        """See `_StartCounter.end`."""
+        """The hosts on which the process of a task has crashed, by task."""
         import ray
 
-        hosts_by_task: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
-        return hosts_by_task
+        crashed_hosts: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run_id))
+        return crashed_hosts
 
 
 _actor_handles: dict[str, Any] = {}  # an actor ends with the handle that its creator has
 
 
-def start_counter() -> Any:
+def _counting_actor() -> Any:
     """The actor of this driver: one for all its runs, since an actor is a process, and starts in a second
     of CPU (a third of a small jobs.clean_corpus, when each stage had its own)."""
     import ray
@@ -132,5 +138,5 @@ def start_counter() -> Any:
         "max_restarts": -1,  # killed, it forgets the counts; the job goes on
         "max_task_retries": -1,
     }
-    _actor_handles["counter"] = ray.remote(_StartCounter).options(**options).remote()
+    _actor_handles["counter"] = ray.remote(_AttemptCounts).options(**options).remote()
     return _actor_handles["counter"]

@@ -52,7 +52,7 @@ _held_locks: dict[str, locks.Lock] = {}
 
 
 @dataclass(frozen=True)
-class Marks:
+class FinishedTasks:
     """The finished tasks of a draft. Their records are read at their first use."""
 
     staging: str
@@ -119,9 +119,9 @@ class Draft:
     def is_marked(self, task: str) -> bool:
         return storage.exists(_mark_uri(self.staging, task))
 
-    def marks(self) -> Marks:
-        """The marks of all finished tasks, of this run and of those before it."""
-        return Marks(self.staging, frozenset(_finished_tasks(self.staging)))
+    def finished_tasks(self) -> FinishedTasks:
+        """All finished tasks, of this run and of those before it."""
+        return FinishedTasks(self.staging, frozenset(_finished_tasks(self.staging)))
 
     def forget_tasks(self) -> None:
         """Removes all marks, so that every task is done again."""

@@ -51,7 +51,7 @@ def in_this_process() -> Iterator[InThisProcess]:
 
 
 @dataclass(frozen=True)
-class Shared(Generic[ValueT]):
+class ObjectRef(Generic[ValueT]):
     """A value for many tasks: the processes of a node read one copy of it."""
 
     _value: ValueT | None
@@ -66,10 +66,10 @@ class Shared(Generic[ValueT]):
         return value
 
 
-def share(value: ValueT) -> Shared[ValueT]:
+def put(value: ValueT) -> ObjectRef[ValueT]:
     """The value, in a form that tasks can be given."""
     if current():
-        return Shared(value, None)
+        return ObjectRef(value, None)
     import ray
 
-    return Shared(None, ray.put(value))
+    return ObjectRef(None, ray.put(value))

@@ -68,7 +68,7 @@ class Stage:
     """The costs of the finished tasks."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """The reasons, by task."""
-    died_on: Mapping[str, list[str]] = field(default_factory=dict)
+    crashed_hosts_by_task: Mapping[str, list[str]] = field(default_factory=dict)
     """Hosts on which the process of a task died, by task."""
 
     def stragglers(self) -> dict[str, TaskCost]:
@@ -95,7 +95,7 @@ class Stage:
             "peak_memory_bytes": max((cost.peak_memory_bytes for cost in costs), default=0),
             "stragglers": list(self.stragglers()),
             "failed": dict(self.failed),
-            "died_on": {task: list(hosts) for task, hosts in self.died_on.items()},
+            "died_on": {task: list(hosts) for task, hosts in self.crashed_hosts_by_task.items()},
             "slowest_tasks": {task: dataclasses.asdict(cost) for task, cost in slowest},
         }
 
@@ -116,7 +116,7 @@ def collect_stages() -> Iterator[list[Stage]]:
 
 def report(stage: Stage) -> None:
     """Says what a person should know of a stage that has ended, and keeps it for MLflow."""
-    for task, hosts in stage.died_on.items():
+    for task, hosts in stage.crashed_hosts_by_task.items():
         host_names = ", ".join(hosts)
         print(
             f"{stage.name}: {task} was started again: its process died on {host_names}",

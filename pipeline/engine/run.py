@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 from pipeline import progress
 from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors, report
-from pipeline.engine.attempts import Starts, Work, run_task, start_counter
+from pipeline.engine.attempts import AttemptCounter, Work, run_task
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import RecordT, TaskCost
 from pipeline.engine.resources import Actors, cpus_each, largest_memory
 from pipeline.engine.waiting import await_room
 from pipeline.storage.failures import DELAYS_S
 
+AddWork = Callable[[Any, AttemptCounter], Any]
+"""Adds the work to a dataset of tasks."""
 _MAX_FAILED = 20  # of so many tasks the next one will fail too
 _SHOWN = 5
 
@@ -49,28 +50,28 @@ def run_tasks(
     """
     delays_s = DELAYS_S
 
-    def run(dataset: Any, starts: Starts) -> Any:
+    def add_work(dataset: Any, counter: AttemptCounter) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
-            return run_task(draft, work, delays_s, starts, row)
+            return run_task(draft, work, delays_s, counter, row)
 
         await_room(1)
         bound = min(memory, largest_memory())  # a small machine tries
         return dataset.map(do, **({"memory": bound} if memory else {}))
 
-    return _run(draft, tasks, label, kind, lambda: work, run)
+    return _run_missing(draft, tasks, label, kind, lambda: work, add_work)
 
 
 def run_tasks_on_actors(
     draft: Draft,
     tasks: Mapping[str, Any],
-    make: Callable[[], Work[RecordT]],
+    make_work: Callable[[], Work[RecordT]],
     label: str,
     kind: type[RecordT],
     actors: Actors,
     rows: Mapping[str, int] | None = None,
     tasks_at_once: int = 1,
 ) -> list[RecordT]:
-    """Like `run_tasks`, on actors. Each actor calls `make()` once and does the `work` that it returns.
+    """Like `run_tasks`, on actors. Each actor calls `make_work()` once and does the `work` that it returns.
 
     `rows`: how many each task has, where that tells better how long it takes. `tasks_at_once`: of an
     actor, each in a thread of its own.
@@ -78,14 +79,14 @@ def run_tasks_on_actors(
     delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self, starts: Starts) -> None:
-            self._work = make()
-            self._starts = starts
+        def __init__(self, counter: AttemptCounter) -> None:
+            self._work = make_work()
+            self._counter = counter
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-            return run_task(draft, self._work, delays_s, self._starts, row)
+            return run_task(draft, self._work, delays_s, self._counter, row)
 
-    def run(dataset: Any, starts: Starts) -> Any:
+    def add_work(dataset: Any, counter: AttemptCounter) -> Any:
         import ray.data
 
         min_actors, max_actors = actors.count(len(tasks)), actors.max_count(len(tasks))
@@ -93,7 +94,7 @@ def run_tasks_on_actors(
         await_room(cpus, int(actors.gpu))
         return dataset.map(
             Actor,
-            fn_constructor_args=(starts,),
+            fn_constructor_args=(counter,),
             compute=ray.data.ActorPoolStrategy(
                 min_size=min_actors,
                 max_size=max_actors,
@@ -108,39 +109,42 @@ def run_tasks_on_actors(
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, kind, make, run, rows, on_actors=True)
+    return _run_missing(draft, tasks, label, kind, make_work, add_work, rows, on_actors=True)
 
 
-def _run(
+def _run_missing(
     draft: Draft,
     tasks: Mapping[str, Any],
     label: str,
     kind: type[RecordT],
-    make: Callable[[], Work[RecordT]],
-    run: Callable[[Any, Starts], Any],
+    make_work: Callable[[], Work[RecordT]],
+    add_work: AddWork,
     rows: Mapping[str, int] | None = None,
     on_actors: bool = False,
 ) -> list[RecordT]:
-    """`run(dataset, starts)` adds the work to the dataset of tasks; `make()` is the work in this process."""
-    marks = draft.marks()
-    missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in marks]
+    """`add_work` does the work on the cluster, `make_work()` in this process."""
+    finished = draft.finished_tasks()
+    missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in finished]
     sizes, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
-    done_size = sum(sizes[name] for name in tasks if name in marks)
+    done_size = sum(sizes[name] for name in tasks if name in finished)
     total_size = sum(sizes[name] for name in tasks)
     failed: dict[str, str] = {}
-    died_on: dict[str, list[str]] = {}
+    crashed_hosts_by_task: dict[str, list[str]] = {}
     with progress.bar(label, total_size, done_size, unit) as bar:
         if missing:
+            counter = None
             if executor := executors.current():
                 ended_tasks = executor.actor_tasks if on_actors else executor.tasks
-                outcomes = _run_in_this_process(ended_tasks, draft, missing, make)
+                outcomes = _run_in_this_process(ended_tasks, draft, missing, make_work())
             else:
-                outcomes = run_on_cluster(missing, run, died_on)
+                counter = AttemptCounter.begin()
+                outcomes = run_on_cluster(missing, add_work, counter)
             failed = failures(outcomes, label, lambda task, _: bar.update(sizes[task]))
-            marks = draft.marks()
-    records = marks.records((name for name in tasks if name in marks), kind)
+            crashed_hosts_by_task = counter.end() if counter else {}
+            finished = draft.finished_tasks()
+    records = finished.records((name for name in tasks if name in finished), kind)
     cost_by_task = {name: record.cost for name, record in records.items()}
-    report.report(report.Stage(label, cost_by_task, failed, died_on))
+    report.report(report.Stage(label, cost_by_task, failed, crashed_hosts_by_task))
     if failed:
         raise Stopped(describe(failed, tasks, label))
     return [records[name] for name in tasks]
@@ -150,29 +154,22 @@ def _run_in_this_process(
     ended_tasks: list[str],
     draft: Draft,
     missing: Sequence[dict[str, Any]],
-    make: Callable[[], Work[RecordT]],
+    work: Work[RecordT],
 ) -> Generator[dict[str, Any], None, None]:
     """The outcome of each task, as it ends; its name joins `ended_tasks`."""
-    work = make()
     for row in missing:
         yield run_task(draft, work, DELAYS_S, None, row)
         ended_tasks.append(row["task"])
 
 
 def run_on_cluster(
-    missing: list[dict[str, Any]],
-    run: Callable[[Any, Starts], Any],
-    died_on: dict[str, list[str]],
+    missing: list[dict[str, Any]], add_work: AddWork, counter: AttemptCounter
 ) -> Generator[dict[str, Any], None, None]:
-    """The rows of `run(dataset of the missing, starts)`, such as the outcome of each task, as they come; then
-    fills in `died_on`."""
+    """The rows of `add_work(dataset of the missing, counter)` as they come, such as the outcomes of tasks."""
     import ray.data
 
-    starts = Starts(start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-    with suppress(GeneratorExit):  # nobody waits for the other tasks
-        yield from run(dataset, starts).iter_rows()
-    died_on.update(starts.end())
+    yield from add_work(dataset, counter).iter_rows()
 
 
 def failures(

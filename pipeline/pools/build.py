@@ -93,9 +93,9 @@ def index(
 
     `neighbours`: for approximate searches, too.
     """
-    marks = draft.marks()
-    if "rotation" in marks:
-        rotation = marks.record("rotation", TaskRecord)
+    finished = draft.finished_tasks()
+    if "rotation" in finished:
+        rotation = finished.record("rotation", TaskRecord)
     else:
         entry = draft.write_file(ROTATION, npy.to_bytes(_make_rotation(draft, names, dimensions)))
         rotation = TaskRecord(files=[entry])

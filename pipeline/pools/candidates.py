@@ -28,7 +28,7 @@ from pipeline import storage
 from pipeline.arrays import Keys
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account, redacted_count
+from pipeline.corpora.file_tasks import ParseReport, redacted_count
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.engine.draft import Draft
@@ -175,13 +175,13 @@ def _stage_piece(
     form: tables.TableFormat,
 ) -> PartsRecord:
     uri, groups = piece
-    account = Account()
+    report = ParseReport()
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
     parts = list[tuple[str, int]]()
     redacted = 0
     row_groups = tables.RowGroups(*groups) if groups else None
     for number, rows in enumerate(
-        _parts(_rows(uri, columns, max_text_bytes, reading, account, form, row_groups))
+        _parts(_rows(uri, columns, max_text_bytes, reading, report, form, row_groups))
     ):
         part = f"{task}-{number:03d}"
         table, changed = _table(rows, schema, privacy)
@@ -193,13 +193,13 @@ def _stage_piece(
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.array(keys, np.uint64)))
         parts.append((part, len(rows)))
-    rejects = raw.Rejects.joined(account.malformed, account.dropped)
+    rejects = raw.Rejects.joined(report.malformed, report.dropped)
     rejects.save(draft, task, privacy)
     return PartsRecord(
         parts=parts,
-        counts={"records": account.records, **redacted_count(redacted)},
+        counts={"records": report.records, **redacted_count(redacted)},
         dropped=dict(rejects.counts),
-        malformed=dict(account.malformed.counts),
+        malformed=dict(report.malformed.counts),
     )
 
 
@@ -239,27 +239,25 @@ def _rows(
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
-    account: Account,
+    report: ParseReport,
     form: tables.TableFormat,
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
-    """The rows that can be candidates; all other rows are counted in `account`."""
+    """The rows that can be candidates; all other rows are counted in `report`."""
     id_column, text_column, *_ = columns
     columns_by_option = _columns_by_option(columns)
-    for line, row in tables.read(
-        uri, columns_by_option, reading, account, form=form, groups=groups
-    ):
+    for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
         sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
         try:
             cells = [_cell(row, *named_column) for named_column in columns_by_option.items()]
         except ValueError as reason:
-            account.malformed.add(str(reason), uri, line, sample)
+            report.malformed.add(str(reason), uri, line, sample)
             continue
         text, name = cells[0] or "", cells[1] or "" if id_column else ""
         if not text.strip():
-            account.dropped.add("text is empty", uri, line, sample)
+            report.dropped.add("text is empty", uri, line, sample)
         elif len(text) * 4 > max_text_bytes and len(text.encode()) > max_text_bytes:
-            account.dropped.add("text is too long", uri, line, sample)
+            report.dropped.add("text is too long", uri, line, sample)
         else:
             yield CandidateRow(name, text, cells[2 if id_column else 1 :])
 

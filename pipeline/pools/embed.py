@@ -113,14 +113,14 @@ def prepare(
     gate_inputs = GateInputs(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
-    marks = draft.marks()
-    earlier = marks.record(PLAN, PlanRecord) if PLAN in marks else None
+    finished = draft.finished_tasks()
+    earlier = finished.record(PLAN, PlanRecord) if PLAN in finished else None
     if earlier and (earlier.asked, earlier.numerics) == (gate_inputs, NUMERICS):
         return earlier
     if earlier and (earlier.numerics, earlier.precision) == (NUMERICS, precision):
         print(f"{draft.uri}: planned anew, as CURRENT or the gate's canaries have changed since then; "
               "finished shards stay", flush=True)  # fmt: skip
-    elif any(task.startswith(SHARD_PREFIX) for task in marks):
+    elif any(task.startswith(SHARD_PREFIX) for task in finished):
         # Without a plan they are what a removal that was killed has left, and may be of other numbers.
         print(f"{draft.uri}: begun anew, as the precision or polyrank have changed since it was planned",
               flush=True)  # fmt: skip

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pipeline import storage
 from pipeline.config import Stopped
 from pipeline.storage import locks
-from pipeline.storage.locks import Beat, Lock
+from pipeline.storage.locks import LeaseFile, Lock
 
-__all__ = ["Beat", "Lock", "current_locked", "is_leased", "lease", "locked"]
+__all__ = ["LeaseFile", "Lock", "current_locked", "is_leased", "lease", "locked"]
 
 _LEASE_S = 600.0
 # The lock of CURRENT is held for some small writes, of 100 ms each to an object store.
@@ -54,17 +54,17 @@ def current_locked(pools: str, name: str) -> Iterator[None]:
         yield
 
 
-def lease(version: str) -> Beat | None:
+def lease(version: str) -> LeaseFile | None:
     """Says that a version of a pool (<pools>/<name>/<version>) is open here, so that it is not removed.
 
     None if nothing can be written, as in a folder that is mounted read-only.
     """
     pool = storage.parent_of(version)
     leases = _leases(storage.parent_of(pool), storage.name_of(pool), storage.name_of(version))
-    beat = Beat(storage.join(leases, f"{uuid.uuid4().hex}.json"), _LEASE_S)
+    lease_file = LeaseFile(storage.join(leases, f"{uuid.uuid4().hex}.json"), _LEASE_S)
     with suppress(OSError):
-        beat.start()
-        return beat
+        lease_file.start()
+        return lease_file
     return None
 
 

@@ -16,10 +16,10 @@ from pipeline.pools.verdicts import (
     NEW,
     REASONS,
     SAME_ID,
+    CandidateDecisions,
     Files,
     PlanInput,
     TextQuery,
-    Verdicts,
 )
 from pipeline.storage.prefetch import map_prefetched
 
@@ -117,7 +117,7 @@ def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> I
         yield slices
 
 
-def _count_dropped(draft: Draft, parts: Files, decided: Verdicts) -> dict[str, int]:
+def _count_dropped(draft: Draft, parts: Files, decided: CandidateDecisions) -> dict[str, int]:
     """Counts dropped candidates by reason, and saves the first ones as samples."""
     rejects = raw.Rejects()
     for verdict, reason in REASONS.items():
@@ -130,7 +130,7 @@ def _count_dropped(draft: Draft, parts: Files, decided: Verdicts) -> dict[str, i
     return dict(rejects.counts)
 
 
-def _sampled(decided: Verdicts, verdict: int) -> list[int]:
+def _sampled(decided: CandidateDecisions, verdict: int) -> list[int]:
     return [place for sample_verdict, place in decided.samples if sample_verdict == verdict]
 
 

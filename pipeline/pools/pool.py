@@ -30,8 +30,8 @@ from pipeline.pools import checksums
 from pipeline.pools.checksums import Check
 from pipeline.pools.shard import (
     ROWS,
+    PoolPart,
     Shard,
-    Share,
     load_matrix,
     open_shard,
     paths_of_shards,
@@ -105,13 +105,13 @@ class Pool:
         cls,
         uri: str | Path,
         check: Check = "once",
-        share: Share | None = None,
+        part: PoolPart | None = None,
         device: str = "",
         device_dtype: DeviceDtype = "bfloat16",
     ) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
-        `check`: when checksums are checked (`checksums`); sizes and shapes always are. `share`:
+        `check`: when checksums are checked (`checksums`); sizes and shapes always are. `part`:
         opens only this part of the rows, which needs only the files that hold it; places then begin at its
         first row. `device`: copies the vectors to this device, such as cuda or cuda:1, which then searches
         them; vectors that do not fit stay in the files, and a line of the log says how much memory they
@@ -132,9 +132,9 @@ class Pool:
         if artifact.manifest.get("dtype") not in FILE_DTYPES:
             raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
-        share = share or Share(0, 1)
-        parts = share.rows_of_files(artifact)
-        only = None if share.count == 1 else [ROTATION, *paths_of_shards(artifact, list(parts))]
+        part = part or PoolPart(0, 1)
+        parts = part.rows_of_files(artifact)
+        only = None if part.count == 1 else [ROTATION, *paths_of_shards(artifact, list(parts))]
         folder = artifact.local(only)
         try:
             pool = cls._open(artifact, folder, parts, check, only)

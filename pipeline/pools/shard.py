@@ -1,4 +1,4 @@
-"""A pool's rows on disk: shards with mapped matrices and rows, and shares of them for several services."""
+"""A pool's rows on disk: shards with mapped matrices and rows, and parts of a pool for several services."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Share:
+class PoolPart:
     """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
 
     number: int
@@ -71,7 +71,7 @@ class Share:
 
     def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
         """The names of a pool's files that hold rows of this part, and which of the file's rows."""
-        share_rows, rows_by_file, file_start = (
+        part_rows, rows_by_file, file_start = (
             self.rows(artifact.rows("rows/")),
             dict[str, slice](),
             0,
@@ -80,8 +80,8 @@ class Share:
             if not entry["path"].startswith("rows/"):
                 continue
             start, stop = (
-                max(share_rows.start - file_start, 0),
-                min(share_rows.stop - file_start, entry["rows"]),
+                max(part_rows.start - file_start, 0),
+                min(part_rows.stop - file_start, entry["rows"]),
             )
             if start < stop or self.count == 1:
                 rows_by_file[Path(entry["path"]).stem] = slice(start, stop)

@@ -77,7 +77,7 @@ class TextQuery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdicts(TaskRecord):
+class CandidateDecisions(TaskRecord):
     """The summary; the verdicts themselves are in files."""
 
     plan: str
@@ -101,7 +101,7 @@ class _ChangesRecord(TaskRecord):
     changes: Changes = field(default_factory=lambda: Changes(0, 0, 0, 0))
 
 
-def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
+def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> CandidateDecisions:
     """Writes the verdicts on all candidates, of which there is at least one."""
     files = [list(map(list, kind)) for kind in (rows.candidates, rows.before, rows.source)]
     flags = [rows.same_columns, query.texts, list(query.hashes)]
@@ -109,7 +109,7 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     plan = f"plan-{digest([files, flags])[:8]}"
     work = functools.partial(_decide, rows=rows, query=query)
     with _executor(rows.candidates, rows.before, rows.source):
-        (decided,) = run_tasks(draft, {plan: ""}, work, "plan", Verdicts)
+        (decided,) = run_tasks(draft, {plan: ""}, work, "plan", CandidateDecisions)
     return decided
 
 
@@ -144,7 +144,9 @@ def _executor(*kinds: Files) -> AbstractContextManager[object]:
     return executors.in_this_process() if is_small(*kinds) else nullcontext()
 
 
-def _decide(draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery) -> Verdicts:
+def _decide(
+    draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery
+) -> CandidateDecisions:
     with _database() as db:
         _read(db, "candidates", lambda part: _keys_of_part(draft, part), rows.candidates)
         _read(db, "before", _published_keys, rows.before)
@@ -172,7 +174,7 @@ def _decide(draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery) 
         new_rows = "SELECT id, content FROM kept ANTI JOIN before USING (id)"
         keys = [int(hash_, 16) for hash_ in query.hashes]
         present = {key for (key,) in _rows(db, wanted, keys)}
-        return Verdicts(
+        return CandidateDecisions(
             plan=plan,
             changes=_count_changes(db, "kept", rows.same_columns, rows.before),
             known=_number(db, "SELECT count(*) FROM verdicts WHERE verdict >= 0"),

@@ -54,7 +54,7 @@ _METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
 FORMS: dict[Method, tuple[Form, ...]] = {"exact": ("scores", "vectors"), "pruned": ("sketch",)}
 _ALL: tuple[Form, ...] = ("scores", "vectors", "sketch")
 
-FINDERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
+PREFILTERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
 """Methods that find likely rows without a proof: functions of the pool, a context's vectors [M, D] and
 top_k that return places in the pool, the likeliest first. `top_rows` scores what they find."""
 
@@ -133,8 +133,8 @@ def top_rows(
     """As `search`, for several contexts, and with places instead of ids."""
     contexts = _contexts(pool, vectors_QMD, mask_QM)
     require(top_k >= 1, "top_k", top_k, ">= 1")
-    if method not in _METHODS and method not in FINDERS:
-        require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *FINDERS])))
+    if method not in _METHODS and method not in PREFILTERS:
+        require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *PREFILTERS])))
     require(attention in _ATTENTIONS, "attention", attention, "dot, scaled_dot")
     if among is not None and among.shape != (len(pool),):
         raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
@@ -157,9 +157,9 @@ def top_rows(
             top.take(np.flatnonzero(among))
             top.certified = True
         todo = []
-    elif method in FINDERS:
+    elif method in PREFILTERS:
         for top in tops:
-            places = FINDERS[method](pool, top.vectors_MD, top_k)
+            places = PREFILTERS[method](pool, top.vectors_MD, top_k)
             top.take(places if among is None else places[among[places]])
         # Fewer than were asked for are no answer.
         todo = [top for top in tops if certify or len(top) < count]

@@ -29,7 +29,7 @@ from pipeline import storage
 from pipeline.config import Stopped
 
 
-class Beat:
+class LeaseFile:
     """A file that says, until the process dies or `stop` is called, that its owner lives."""
 
     def __init__(self, uri: str, expires_s: float) -> None:
@@ -87,11 +87,11 @@ class Lock:
     subject: str
     folder: str
     number: int
-    beat: Beat
+    lease_file: LeaseFile
 
     def check(self) -> None:
         """Raises Stopped where the lock has been lost to another."""
-        if not self.beat.is_ours() or max(_numbers(self.folder)) != self.number:
+        if not self.lease_file.is_ours() or max(_numbers(self.folder)) != self.number:
             raise Stopped(f"{self.subject}: another job has taken over the lock of this one, which did "
                           f"not renew it in time; see {self.folder}")  # fmt: skip
 
@@ -107,18 +107,18 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
     holder = read(_path(folder, last_number)) if last_number else None
     if holder and is_alive(holder):
         raise Stopped(f"{subject}: {_describe(holder)} works on it")
-    beat = Beat(_path(folder, last_number + 1), expires_s)
-    if not beat.start():
-        winner = read(beat.uri)
+    lease_file = LeaseFile(_path(folder, last_number + 1), expires_s)
+    if not lease_file.start():
+        winner = read(lease_file.uri)
         raise Stopped(f"{subject}: {_describe(winner) if winner else 'another job'} works on it")
     if holder:
         print(f"{subject}: took over the lock of {_describe(holder)}, who is gone", flush=True)
     for number in numbers:
         storage.delete(_path(folder, number))
     try:
-        yield Lock(subject, folder, last_number + 1, beat)
+        yield Lock(subject, folder, last_number + 1, lease_file)
     finally:
-        beat.stop()
+        lease_file.stop()
 
 
 def is_held(folder: str) -> bool:

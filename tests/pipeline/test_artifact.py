@@ -264,7 +264,7 @@ def test_a_job_that_was_refused_before_it_did_anything_is_in_nobodys_way(tmp_pat
 def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
     begin(tmp_path / "a", ReadingConfig()).mark("task", TaskRecord(counts={"n": 1}))
     tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
-    record = begin(tmp_path / "a", tolerant).marks().record("task", TaskRecord)
+    record = begin(tmp_path / "a", tolerant).finished_tasks().record("task", TaskRecord)
     assert record == TaskRecord(counts={"n": 1})
 
 
@@ -393,7 +393,7 @@ def test_a_second_run_does_only_what_the_first_left_undone(local_ray, tmp_path):
 
     with pytest.raises(Exception, match="killed"):
         run_tasks(begin(tmp_path / "a"), tasks, work, "first", TaskRecord)
-    done = set(begin(tmp_path / "a").marks())
+    done = set(begin(tmp_path / "a").finished_tasks())
     assert "task-4" not in done
     begun = {path.name.split()[0] for path in calls.iterdir()}
     fail.unlink()
@@ -428,7 +428,7 @@ def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
     out.mark("task", TaskRecord())
     storage.write_bytes(out.path("_tasks", "task.json"), b'{"embedded": {"rows": 1}}')
     with pytest.raises(BadInput, match=r"a\.partial: holds an unfinished job of another version"):
-        out.marks().record("task", TaskRecord)
+        out.finished_tasks().record("task", TaskRecord)
 
 
 def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
@@ -440,4 +440,4 @@ def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
     tasks = {"task-0": 0, "task-1": 1}
     with pytest.raises(BadInput, match=r"^task-1 is bad$"):
         run_tasks(begin(tmp_path / "a"), tasks, work, "refused", TaskRecord)
-    assert set(begin(tmp_path / "a").marks()) == {"task-0"}
+    assert set(begin(tmp_path / "a").finished_tasks()) == {"task-0"}

@@ -29,7 +29,7 @@ from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.lock import is_leased
-from pipeline.pools.shard import ROWS, Share
+from pipeline.pools.shard import ROWS, PoolPart
 from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
@@ -130,7 +130,7 @@ def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
     if opened_by == "engine":
         served = Engine(tiny_ranker("poly").uri, [remote_pool])
     else:
-        served = PoolShard(Share(0, 2), max_wait_s=60.0)
+        served = PoolShard(PoolPart(0, 2), max_wait_s=60.0)
         served.preload(remote_pool)
     assert len(copies_in_use(remote_cache)) == 1
     served.close()

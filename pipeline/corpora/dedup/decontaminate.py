@@ -52,7 +52,7 @@ from pipeline.corpora.dedup.examples import (
 from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
-from pipeline.engine.executors import Shared
+from pipeline.engine.executors import ObjectRef
 from pipeline.engine.records import TaskRecord
 from pipeline.engine.run import run_tasks
 
@@ -169,8 +169,8 @@ def drop(
 ) -> list[TaskRecord]:
     """Files the drops of the tasks "match-…"; returns their records. Needs the index of the sets."""
     suspect_tasks = plan.tasks("suspects", "train")
-    shared = executors.share(_read_filter(draft, layout))
-    look_up = functools.partial(_look_up, plan=plan, options=options, shared=shared)
+    filter_ref = executors.put(_read_filter(draft, layout))
+    look_up = functools.partial(_look_up, plan=plan, options=options, filter_ref=filter_ref)
     look_up_records = run_tasks(draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord)
     match = functools.partial(_match, plan=plan, names=set_names(sets), n=options.ngram_words)
     with layout.executor():
@@ -222,9 +222,14 @@ def _read_filter(draft: Draft, layout: Layout) -> Filter:
 
 
 def _look_up(
-    draft: Draft, task: str, number: int, plan: DedupPlan, options: Options, shared: Shared[Filter]
+    draft: Draft,
+    task: str,
+    number: int,
+    plan: DedupPlan,
+    options: Options,
+    filter_ref: ObjectRef[Filter],
 ) -> TaskRecord:
-    ngram_filter = shared.get()
+    ngram_filter = filter_ref.get()
     tables = [_SUSPECTS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
         words = compared_words(rows, options.text)

@@ -60,12 +60,12 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, or of a part of a dump."""
     read = wikipedia_xml if wikipedia_xml.is_dump(uri) else wikipedia_extracted
     article_ids: set[str] = set()  # some 100 bytes an article
-    for article in read.articles(uri, reading, account):
+    for article in read.articles(uri, reading, report):
         all_sentences = [s for text in article.paragraphs for s in articles.split_sentences(text)]
         sentences = [
             text for text in all_sentences if articles.count_words(text) >= options.min_words
@@ -78,7 +78,7 @@ def parse(
         elif article.id in article_ids:
             ruled_out = "the same article again"
         if ruled_out:
-            account.dropped.add(ruled_out, uri, article.place, article.title)
+            report.dropped.add(ruled_out, uri, article.place, article.title)
             continue
         article_ids.add(article.id)
         common = {

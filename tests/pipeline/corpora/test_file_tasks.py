@@ -20,14 +20,14 @@ def test_a_shard_of_long_texts_has_fewer_rows(tmp_path, monkeypatch):
     """50,000 rows of 50 kB each are more than the 2 GiB that an Arrow column of text holds."""
     monkeypatch.setattr(file_tasks, "_CHARACTERS_PER_SHARD", 100)
 
-    def parse(uri, reading, account):
+    def parse(uri, reading, report):
         for number, length in enumerate([10, 10, 70, 99, 1, 5, 200]):
             yield {
                 "example_id": str(number), "group_id": "g", "context": ["c" * (length // 2)],
                 "response": "r" * (length - length // 2), "source": "made", "split": "train",
                 "candidates": ["x" * 10] if number == 2 else None,
             }  # fmt: skip
-            account.records += 1
+            report.records += 1
 
     out = Draft(str(tmp_path), str(tmp_path), "corpus", {}, {}, "")
     privacy = Privacy(redact=False, authors="plain", salt="")

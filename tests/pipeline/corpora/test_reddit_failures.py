@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -130,11 +131,11 @@ def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
     assert "): its process died 4 times" in message
     assert (tmp_path / "deaths").read_text() == "1"
     # All else is done, and the same command does the rest, though a parser dies once more.
-    assert {task for task in out.marks() if task.startswith("file")} == {"file-00001"}
+    assert {task for task in out.finished_tasks() if task.startswith("file")} == {"file-00001"}
     capsys.readouterr()
     records, stage = read(out, dumps, privacy=killing_parser)
     assert comments(records) == 80
-    (task,) = stage.died_on
+    (task,) = stage.crashed_hosts_by_task
     assert task.startswith("block-00000-")
     assert f"{LABEL}: {task} was started again: its process died on " in capsys.readouterr().err
 
@@ -149,10 +150,10 @@ def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
         read(out, dumps, killing_reader)
     assert f"file-00000 ({dumps[0]}): its process died 4 times" in str(stopped.value)
     assert (tmp_path / "deaths").read_text() == "1"
-    assert "file-00001" in out.marks()
+    assert "file-00001" in out.finished_tasks()
     records, stage = read(out, dumps, killing_reader)
     assert comments(records) == 80
-    assert list(stage.died_on) == ["file-00000"]
+    assert list(stage.crashed_hosts_by_task) == ["file-00000"]
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -230,7 +231,7 @@ def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, wher
         with pytest.raises(Stopped) as stopped:
             read(out, dumps)
         assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
-        assert "file-00001" in out.marks()
+        assert "file-00001" in out.finished_tasks()
 
     if where == "on the cluster":
         request.getfixturevalue("local_ray")
@@ -243,8 +244,9 @@ def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, wher
 def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
     out, dumps, monkeypatch, capsys
 ):
-    def rows(*arguments: object) -> Iterator[dict[str, str]]:
-        died_on = arguments[-1]
+    crashed_hosts_by_task: dict[str, list[str]] = {}
+
+    def rows(*_: object) -> Iterator[dict[str, str]]:
         try:
             for number in range(1000):
                 task = f"block-00000-{number:06d}"
@@ -256,9 +258,11 @@ def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
                     "outcome": json.dumps(outcome),
                 }
         finally:
-            died_on["block-00000-000003"] = ["a host"]
+            crashed_hosts_by_task["block-00000-000003"] = ["a host"]
 
     monkeypatch.setattr(partition, "_parse_blocks", rows)
+    counter = SimpleNamespace(end=lambda: crashed_hosts_by_task)
+    monkeypatch.setattr(partition.AttemptCounter, "begin", lambda: counter)
     with pytest.raises(Stopped, match="20 of 20 tasks failed"):
         read_dumps(out, dumps, 2, BLOCK_BYTES, Options(), raw.Reading(), PLAIN)
     assert "block-00000-000003 was started again: its process died on a host" in (

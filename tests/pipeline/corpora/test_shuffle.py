@@ -30,7 +30,7 @@ def out(tmp_path, monkeypatch) -> Draft:
         buckets.write(draft, name, rows, rng.integers(BUCKETS, size=ROWS), BUCKETS)
 
     def run(draft, tasks, work, label, kind, memory):
-        for name in [name for name in tasks if name not in draft.marks()]:
+        for name in [name for name in tasks if name not in draft.finished_tasks()]:
             draft.mark(name, work(draft, name, tasks[name]))
 
     monkeypatch.setattr(shuffle.shards, "run_tasks", run)

@@ -90,7 +90,7 @@ def test_records_come_in_the_tasks_order_and_their_files_are_there(out, square):
     assert [record.counts["square"] for record in records] == [9, 1, 4, 16]
     for name, argument in TASKS.items():
         assert Path(out.path(name)).stat().st_size == argument
-    assert set(out.marks()) == set(TASKS)
+    assert set(out.finished_tasks()) == set(TASKS)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -118,14 +118,14 @@ def test_with_nothing_left_to_do_no_work_is_started(out):
 def test_a_refusal_is_raised_word_for_word_and_its_task_is_not_marked(out, refusing):
     with pytest.raises(BadInput, match=r"^task b: 2 is not allowed;\nallowed: others$"):
         run_tasks(out, {"a": 1, "b": 2}, refusing, "-", TaskRecord)
-    assert "b" not in out.marks()
+    assert "b" not in out.finished_tasks()
 
 
 @pytest.mark.usefixtures("anywhere")
 def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square):
     with pytest.raises(Exception, match="ArithmeticError: four"):
         run_tasks(out, {"a": 1, "d": 4}, refusing, "-", TaskRecord)
-    assert "d" not in out.marks()
+    assert "d" not in out.finished_tasks()
     assert run_tasks(out, {"d": 4}, square, "-", TaskRecord)[0].counts["square"] == 16
 
 
@@ -151,7 +151,7 @@ def test_a_task_that_fails_stops_no_other_and_is_named_with_its_input(out, refus
     assert str(stopped.value) == (
         "square: 1 of 3 tasks failed: d (4): ArithmeticError: four; the same command does what is missing"
     )
-    assert set(out.marks()) == {"a", "e"}
+    assert set(out.finished_tasks()) == {"a", "e"}
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -222,7 +222,7 @@ def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
     others = {"c": 0} if on_actors else {"a": 1, "c": 0}
     with pytest.raises(Stopped, match=r"1 of \d tasks failed: b \(99\): its process died 4 times"):
         run({"b": 99, **others})
-    assert set(out.marks()) == set(others)
+    assert set(out.finished_tasks()) == set(others)
     again = "b" if on_actors else "a"
     said = capsys.readouterr().err
     assert f"fill: {again} was started again: its process died on " in said

@@ -139,34 +139,34 @@ def test_who_has_lost_the_lock_is_told_before_it_publishes(pools):
 
 def test_of_two_in_an_object_store_at_one_moment_only_the_later_one_may_publish():
     with locked("memory://bucket/race", "p", 60) as first:
-        facts = json.loads(storage.read_bytes(first.beat.uri))
-        storage.write_bytes(first.beat.uri, json.dumps({**facts, "token": "later"}).encode())
+        facts = json.loads(storage.read_bytes(first.lease_file.uri))
+        storage.write_bytes(first.lease_file.uri, json.dumps({**facts, "token": "later"}).encode())
         with pytest.raises(Stopped):
             first.check()
-    assert json.loads(storage.read_bytes(first.beat.uri))["token"] == "later"
+    assert json.loads(storage.read_bytes(first.lease_file.uri))["token"] == "later"
     fsspec.filesystem("memory").store.clear()
 
 
 def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
     with locked(pools, "p", 60) as held:
-        first = json.loads(storage.read_bytes(held.beat.uri))
-        assert held.beat.renew()
-        second = json.loads(storage.read_bytes(held.beat.uri))
+        first = json.loads(storage.read_bytes(held.lease_file.uri))
+        assert held.lease_file.renew()
+        second = json.loads(storage.read_bytes(held.lease_file.uri))
         assert second["until"] > first["until"]
         assert {**second, "until": 0} == {**first, "until": 0}
 
 
 def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
-    renew, beats = locks.Beat.renew, threading.Semaphore(0)
+    renew, beats = locks.LeaseFile.renew, threading.Semaphore(0)
     failures = iter([OSError("the network is away")])
 
-    def counted(beat):
+    def counted(lease_file):
         beats.release()
         for failure in failures:
             raise failure
-        return renew(beat)
+        return renew(lease_file)
 
-    monkeypatch.setattr(locks.Beat, "renew", counted)
+    monkeypatch.setattr(locks.LeaseFile, "renew", counted)
     with locked(str(tmp_path), "p", 0.04):
         for _ in range(3):
             assert beats.acquire(timeout=60)
@@ -174,9 +174,9 @@ def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
 
 def test_a_beat_ends_where_the_lock_is_another_s(pools):
     with locked(pools, "p", 60) as held:
-        storage.write_bytes(held.beat.uri, b'{"token": "another", "until": 0}')
-        assert not held.beat.renew()
-        assert b"another" in storage.read_bytes(held.beat.uri)
+        storage.write_bytes(held.lease_file.uri, b'{"token": "another", "until": 0}')
+        assert not held.lease_file.renew()
+        assert b"another" in storage.read_bytes(held.lease_file.uri)
 
 
 def test_a_lease_keeps_a_version_until_it_is_given_back_or_runs_out(pools):

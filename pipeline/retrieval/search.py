@@ -1,3 +1,0 @@
-"""See `pipeline.search`."""
-
-from pipeline.search import *  # noqa: F403
