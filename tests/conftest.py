@@ -44,9 +44,9 @@ from transformers import PreTrainedTokenizerFast
 
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
+from jobs.sample_data import sample
 from pipeline import progress, storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
-from pipeline.corpora.made_up import sample
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
 from pipeline.models.convert.tokenizer import save_vocabulary

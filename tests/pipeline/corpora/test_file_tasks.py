@@ -56,7 +56,7 @@ COMBINED = {
     "pipeline/corpora/file_tasks.py": (1, "a shard, of up to 2^28 characters"),
     "pipeline/corpora/formats/amazonqa.py": (2, "a bucket of pairs, each once"),
     "pipeline/corpora/formats/pairs.py": (1, "ids of a shard"),
-    "pipeline/corpora/made_up/dump_text.py": (1, "a block of comments that are made up"),
+    "jobs/sample_data/dump_text.py": (1, "a block of comments that are made up"),
     "pipeline/corpora/reddit/comments.py": (9, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/lines.py": (2, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),

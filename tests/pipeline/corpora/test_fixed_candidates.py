@@ -88,9 +88,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
         fake = type(
             "Fake", (), {"write_table": lambda self, name, table: written.append(table) or {}}
         )
-        patch.setattr(
-            fixed_candidates.shards, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)]
-        )
+        patch.setattr(fixed_candidates, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)])
         (record,) = fixed_candidates.choose_others(
             fake(), fixed_candidates.articles_of_shards(["train"]), wanted, PLAIN, ["held"]
         )

@@ -33,7 +33,7 @@ def out(tmp_path, monkeypatch) -> Draft:
         for name in [name for name in tasks if name not in draft.finished_tasks()]:
             draft.mark(name, work(draft, name, tasks[name]))
 
-    monkeypatch.setattr(shuffle.shards, "run_tasks", run)
+    monkeypatch.setattr(shuffle, "run_tasks", run)
     monkeypatch.setattr(shuffle, "_MERGED_FROM", 1000)
     return draft
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from pipeline.corpora.made_up.sample_world import (
+from jobs.sample_data.sample_world import (
     AGREEMENTS,
     CLOSERS,
     ECHOES,

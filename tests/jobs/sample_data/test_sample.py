@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.corpora.made_up import sample
+from jobs.sample_data import sample
 from pipeline.corpora.raw import Reading, read_lines
 from pipeline.evaluation import metrics, ranking
 from pipeline.evaluation.baselines import BM25, Chance, TfIdf

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import zstandard
 
+from jobs.sample_data import dump_generator
+from jobs.sample_data.dump_generator import Options
+from jobs.sample_data.dump_text import bodies, vocabulary
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.corpora.made_up import dump_generator
-from pipeline.corpora.made_up.dump_generator import Options
-from pipeline.corpora.made_up.dump_text import bodies, vocabulary
 from pipeline.corpora.raw import Reading, read_lines
 
 COMMENTS = 15_000

@@ -26,10 +26,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
+from jobs.sample_data.dump_text import bodies, quantiles, vocabulary
 from pipeline import progress, storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
-from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
 from pipeline.engine import executors
 from pipeline.engine.waiting import await_room
 
