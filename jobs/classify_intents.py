@@ -17,9 +17,9 @@ from pipeline.classification.texts import ReadConfig, parse_shots
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.formats import intents
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import draft
-from pipeline.files import fingerprints
+from pipeline.engine.draft import draft
 from pipeline.models.sources import open_text_encoder
+from pipeline.storage import fingerprints
 
 
 @dataclass(frozen=True, kw_only=True)

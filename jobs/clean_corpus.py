@@ -12,8 +12,8 @@ from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, evaluation_sets, options
 from pipeline.corpora.schema import example_files
-from pipeline.drafts import draft
-from pipeline.tasks.records import sum_counts
+from pipeline.engine.draft import draft
+from pipeline.engine.records import sum_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.config import BadInput
-from pipeline.tasks import executors
+from pipeline.engine import executors
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def session(
     `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `for_tasks`: only tasks, actors and trainings will use it, so that nothing is started while those run
-    in this process (`pipeline.tasks.executors`).
+    in this process (`pipeline.engine.executors`).
 
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """

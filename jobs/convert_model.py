@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from jobs import program
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
+from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.sources import open_external
 
 

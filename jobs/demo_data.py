@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.demo_stages import row, seconds, timed
+from jobs.sample_data import sample as made_up
 from pipeline.config import BadInput
-from pipeline.corpora.made_up import sample as made_up
 
 
 @dataclass(frozen=True)

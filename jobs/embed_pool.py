@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass, field, replace
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
+from pipeline.config import NOT_IDENTITY, Stopped, require
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft, request_of
+from pipeline.engine.draft import Draft, draft, request_of
+from pipeline.engine.records import TaskRecord, sum_counts
+from pipeline.engine.resources import Actors
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
-from pipeline.retrieval.pools import (
+from pipeline.pools import (
     build,
     candidates,
     embed,
@@ -28,17 +30,15 @@ from pipeline.retrieval.pools import (
     verdicts,
     versions,
 )
-from pipeline.retrieval.pools.changes import Changes, RowSet
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
-from pipeline.retrieval.pools.gate import GateConfig
-from pipeline.retrieval.pools.inputs import PoolInputs, resolve_inputs
-from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.pool import KIND, current_uri
-from pipeline.retrieval.pools.unfinished import find_shards, shards_of_version
-from pipeline.retrieval.pools.versions import Version
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.pools.build_records import PlanRecord
+from pipeline.pools.changes import Changes, RowSet
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.estimate import estimate, rows_to_embed
+from pipeline.pools.gate import GateConfig
+from pipeline.pools.inputs import PoolInputs, resolve_inputs
+from pipeline.pools.lock import Lock, locked
+from pipeline.pools.pool import KIND, current_uri
+from pipeline.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
 
@@ -225,31 +225,19 @@ def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Sh
     return shares, gate.refusal(config.gate, shares, current, rows_before)
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
-    from pipeline.tasks.resources import precision_of_tasks
+    from pipeline.engine.resources import precision_of_tasks
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
-    may_copy = previous is not None and versions.has_vectors_of(
-        previous, job.made_from.model, config, precision
-    )
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
-    newest = previous and versions.newest_with_vectors_of(
+    # It is not CURRENT if that is pinned, and so grows old, or if this model is not promoted yet.
+    source = previous and versions.newest_with_vectors_of(
         config.pools, config.name, job.made_from.model, config, precision
     )
-    unfinished = find_shards(
-        versions.drafts(config.pools, config.name, out.staging),
-        job.made_from.model.fingerprint,
-        versions.vector_settings(to_dict(config)),
-        {"precision": precision, "numerics": NUMERICS},
-        config.gate.min_cosine,
-    )
-    if newest and previous and newest.name != previous.name:
-        # CURRENT is of another model, before this one is promoted, or is pinned: then it grows old.
-        unfinished = [*shards_of_version(newest.artifact), *unfinished]
     if not config.redact:
         print(NOT_REDACTED, file=sys.stderr, flush=True)
     plan_record = embed.prepare(
@@ -259,16 +247,15 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         config.gate,
         config.reading,
         previous,
-        may_copy,
+        source,
         precision,
         Privacy(redact=config.redact, authors="hash", salt=""),
-        unfinished,
     )
     plan = plan_record.plan
     rows = rows_to_embed(plan_record)
-    if plan.salvaged:
-        folders = dict.fromkeys(storage.name_of(s.folder) for s in plan_record.unfinished)
-        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {', '.join(folders)}")
+    if plan_record.source:
+        name = storage.name_of(plan_record.source)
+        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {name}")
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
@@ -291,7 +278,7 @@ def _rate(previous: Version | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous: Version) -> bool:
+def _is_same(config: Config, job: _Job, plan_record: PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way.
 
     The rows that its model has set aside would be set aside again.
@@ -314,7 +301,7 @@ def _embed(
     config: Config,
     job: _Job,
     out: Draft,
-    plan_record: embed.PlanRecord,
+    plan_record: PlanRecord,
     previous: Version | None,
     shares: gate.Shares,
     lock: Lock,
@@ -402,7 +389,7 @@ def _embed(
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
     """Makes the plan alone, and removes its files."""
-    from pipeline.tasks.resources import cpus_each
+    from pipeline.engine.resources import cpus_each
 
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
         plan_record, previous = _plan(config, job, out)

@@ -15,6 +15,7 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
+from pipeline.engine.resources import HERE, Actors, best_device, precision_of_tasks
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import (
@@ -27,8 +28,6 @@ from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
-from pipeline.tasks.actors import HERE, Actors
-from pipeline.tasks.resources import best_device, precision_of_tasks
 
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""

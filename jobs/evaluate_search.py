@@ -16,18 +16,18 @@ import pyarrow.parquet as pq
 
 from jobs import embed_pool, program
 from jobs.evaluate import models_by_name
-from pipeline import storage
+from pipeline import progress, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, require, to_dict
+from pipeline.engine import executors
+from pipeline.engine.resources import HERE, Actors
 from pipeline.evaluation import retrieval
 from pipeline.evaluation.retrieval import DEPTH, METRICS, Collection
 from pipeline.evaluation.significance import mean_interval
 from pipeline.models.precision import Precision
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.gate import GateConfig
 from pipeline.registry import model_uri
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.gate import GateConfig
-from pipeline.tasks import executors, progress
-from pipeline.tasks.actors import HERE, Actors
 
 if TYPE_CHECKING:
     from pipeline.ranking.ranker import Ranker

@@ -10,7 +10,7 @@ from jobs import program
 from pipeline import cost, registry
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.settings import (
     DualConfig,
     OnEncoderConfig,
@@ -88,7 +88,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.tasks.resources import best_device
+    from pipeline.engine.resources import best_device
     from pipeline.training import launch
     from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from jobs import cluster, program
+from jobs.sample_data import dump_generator
 from pipeline import storage
-from pipeline.corpora.made_up import dump_generator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from jobs import program
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
-from pipeline.retrieval.pools import survey as pool_survey
-from pipeline.retrieval.pools.pool import Pool, describe
+from pipeline.pools import survey as pool_survey
+from pipeline.pools.pool import Pool, describe
 
 _SHOWN_CHARACTERS = 80
 

@@ -29,10 +29,10 @@ from pipeline.corpora.formats import (
 )
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
-from pipeline.files import fingerprints
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.options.unread import read_when
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.storage import fingerprints
 
 
 def _read_by(format_name: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from jobs import program, tokenize_corpus
 from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.options.unread import read_when
@@ -80,7 +80,7 @@ def run(config: Config) -> program.Summary:
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.tasks.resources import best_device
+    from pipeline.engine.resources import best_device
     from pipeline.training import curves, launch
     from pipeline.training.estimate import estimate_pretraining
     from pipeline.training.loop import validation_steps

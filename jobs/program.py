@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.processor import bound_kind
-from pipeline.tasks.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
+from pipeline.storage.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]

@@ -14,9 +14,9 @@ from pipeline import registry, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
-from pipeline.retrieval.pools import promotion, versions
-from pipeline.retrieval.pools.lock import Lock, current_locked, locked
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import promotion, versions
+from pipeline.pools.lock import Lock, current_locked, locked
+from pipeline.pools.pool import Pool
 
 _CANDIDATE = "candidate"
 _LOCK_EXPIRES_S = 120.0

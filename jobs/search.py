@@ -11,9 +11,8 @@ from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from pipeline.models.precision import Precision
+from pipeline.pools.pool import Method, Pool, describe
 from pipeline.registry import model_uri
-from pipeline.retrieval.methods import Method
-from pipeline.retrieval.pools.pool import Pool, describe
 
 _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
@@ -81,7 +80,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline.models import inference
     from pipeline.ranking.ranker import Ranker
-    from pipeline.retrieval.search import filters, rerank, top_rows, weights_of_vectors
+    from pipeline.search import rerank, top_rows, weights_of_vectors
 
     ranker = Ranker.load(model.uri, config.precision, device=config.device)
     attention = ranker.config.search_attention
@@ -101,7 +100,7 @@ def run(config: Config) -> program.Summary:
             pool, vectors_1MD, count, mask_1M, attention, config.method, row_mask, config.certify
         )
         clock.append(time.perf_counter())
-    column_names = filters.columns(pool)
+    column_names = pool.filter_columns
     results = []
     for place, score in zip(hits.places[0].tolist(), hits.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
@@ -147,7 +146,7 @@ def run(config: Config) -> program.Summary:
 def _row_mask(config: Config, pool: Pool) -> Any:
     if not (config.allow or config.deny or config.where):
         return None
-    from pipeline.retrieval.search import filters
+    from pipeline.search import filters
 
     where: dict[str, list[str]] = {}
     for condition in config.where:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs import program
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.sources import open_tokenizer
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from jobs import program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import NOT_IDENTITY
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.training.settings import TokenizerConfig
 
 

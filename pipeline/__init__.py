@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.config import BadInput
+    from pipeline.pools.pool import Pool
     from pipeline.ranking.ranker import Ranker
-    from pipeline.retrieval.pools.pool import Pool
 
 if "POLYRANK_PROCESSOR" in os.environ:  # before torch computes
     from pipeline.processor import bound_libraries
@@ -23,7 +23,7 @@ __all__ = ["BadInput", "Pool", "Ranker"]
 
 _MODULES = {
     "BadInput": "pipeline.config",
-    "Pool": "pipeline.retrieval.pools.pool",
+    "Pool": "pipeline.pools.pool",
     "Ranker": "pipeline.ranking.ranker",
 }
 

@@ -1,24 +1,29 @@
 """Artifacts, which jobs pass to each other: immutable directories with a `manifest.json`.
 
-A directory without a manifest is no artifact. `pipeline.drafts` makes artifacts.
+A directory without a manifest is no artifact. `pipeline.engine.draft` makes artifacts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+import pyarrow as pa
 
 from pipeline import storage
-from pipeline.config import BadInput
-from pipeline.files import node_cache
+from pipeline.config import BadInput, digest
+from pipeline.storage import node_cache
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUEST = "_request.json"
 """The file that describes the artifact to be made. A directory with it and without a manifest is a draft."""
+# Pictures, pages and reports show times and speeds; a training state is only for a longer training.
+_BESIDE = ("*.png", "*.md", "report.json", "training_state/*")
 _MADE_BY = {
     "corpus": "jobs.prepare_corpus",
     "tokenizer": "jobs.train_tokenizer",
@@ -27,6 +32,17 @@ _MADE_BY = {
     "pool": "jobs.embed_pool",
     "classifier": "jobs.classify_intents",
 }
+
+
+class FileEntry(TypedDict):
+    """A file of an artifact, as the manifest lists it."""
+
+    path: str
+    """Below the artifact's folder."""
+    rows: int
+    """0: the file has no rows."""
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class Artifact:
     @property
     def fingerprint(self) -> str:
         """A hash of the contents: the same files have the same fingerprint, wherever they are. Pictures and
-        reports do not count (`fingerprints.fingerprint_of_entries`)."""
+        reports do not count (`fingerprint_of_entries`)."""
         return str(self.manifest["fingerprint"])
 
     @property
@@ -171,3 +187,26 @@ def _size_fault(uri: str, manifest: Mapping[str, Any], only: Collection[str] | N
             expected = f"{MANIFEST} says {entry['bytes']:,}"
             return f"{storage.join(uri, entry['path'])}: {state}; {expected}"
     return ""
+
+
+def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
+    size = data.size if isinstance(data, pa.Buffer) else len(data)
+    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
+
+
+def folder_entries(folder: Path) -> list[FileEntry]:
+    """Manifest entries of all files in a local folder."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]
+
+
+def fingerprint_of_entries(entries: Iterable[FileEntry]) -> str:
+    """Names what computes: weights, tokenizers, settings, data. Files that lie beside them do not count, so a
+    repeated training with the same weights is the same model."""
+    return digest(
+        [
+            (entry["path"], entry["sha256"])
+            for entry in entries
+            if not any(fnmatch(entry["path"], pattern) for pattern in _BESIDE)
+        ]
+    )

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
+from pipeline import progress
 from pipeline.options import arguments, faults, help_text
 from pipeline.options.unread import default_of, unread_options
-from pipeline.tasks import progress
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -113,7 +113,7 @@ def parse(
     `allow_unread`: neither, for options that several configurations share.
 
     `--progress` and `--max-wait-minutes` are no fields: they are options of every job, see
-    `pipeline.tasks.progress` and `pipeline.tasks.waiting`.
+    `pipeline.progress` and `pipeline.engine.waiting`.
 
     Raises BadInput in one line; `--help` and `--help GROUP` print and exit with 0.
     """

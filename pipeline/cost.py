@@ -101,7 +101,7 @@ def measured_here(hours: float, measurement: str, **quantities: Any) -> Estimate
     """`hours` of this process, on its GPU or on all its cores; `measurement` says what was measured."""
     import torch
 
-    from pipeline.tasks.resources import best_device
+    from pipeline.engine.resources import best_device
 
     device, cores = best_device(), torch.get_num_threads()
     on_gpu = device.type == "cuda"

@@ -37,9 +37,9 @@ from mlflow.tracking.context.registry import resolve_tags
 from pipeline import registry, storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, flatten
-from pipeline.drafts import RUN, Draft
+from pipeline.engine import report
+from pipeline.engine.draft import RUN, Draft
 from pipeline.provenance import git_revision
-from pipeline.tasks import costs
 
 registry.limit_waits()
 
@@ -300,7 +300,7 @@ def _ended(run: Run) -> Iterator[None]:
     """Ends the run: FINISHED, or FAILED after an exception inside."""
     status = "FAILED"
     try:
-        with costs.collect_stages() as stages:
+        with report.collect_stages() as stages:
             try:
                 yield
                 status = "FINISHED"

@@ -34,9 +34,9 @@ from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from pipeline.models.settings import read_settings
+from pipeline.pools.shard import PoolPart
 from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
-from pipeline.retrieval.pools.shard import Share
 from serve import tracing
 from serve.batcher import Batch
 from serve.engine import Engine
@@ -301,8 +301,8 @@ class RankerShard:
     """A replica that holds one shard of each of `sharded_pools`."""
 
     def __init__(self, number: int, args: Args) -> None:
-        share = Share(number, args.shards)
-        self._shard = PoolShard(share, args.limits.waiting_s, Metrics().record_batch)
+        part = PoolPart(number, args.shards)
+        self._shard = PoolShard(part, args.limits.waiting_s, Metrics().record_batch)
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
                 self._shard.preload(pool)

@@ -20,19 +20,18 @@ from torch import Tensor
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.files import node_cache
+from pipeline.engine.resources import best_device
 from pipeline.models import explanation, inference
 from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
+from pipeline.pools.lock import lease
+from pipeline.pools.pool import Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker
-from pipeline.ranking.results import Result
-from pipeline.ranking.search import results_at
-from pipeline.retrieval.pools.lock import lease
-from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.search import device, filters, top_rows
-from pipeline.tasks.resources import best_device
+from pipeline.ranking.results import Result, results_at
+from pipeline.search import device, top_rows
+from pipeline.storage import node_cache
 from serve.batcher import Stage
 from serve.intents import Intents
 from serve.masks import Masks
@@ -111,8 +110,8 @@ class Engine:
         self._closing = ExitStack()
         for pool in self.pools.values():
             self._closing.callback(pool.close)
-            if (beat := lease(pool.artifact.uri)) is not None:
-                self._closing.callback(beat.stop)
+            if (lease_file := lease(pool.artifact.uri)) is not None:
+                self._closing.callback(lease_file.stop)
         try:
             with node_cache.collect_uses() as copies:
                 self._closing.callback(_release, copies)
@@ -235,7 +234,7 @@ class Engine:
             "device": str(self.ranker.device),
             "precision": self.ranker.precision,
             "pools": [
-                {**describe(pool), "columns": filters.columns(pool)} for pool in self.pools.values()
+                {**describe(pool), "columns": pool.filter_columns} for pool in self.pools.values()
             ]
             + [{**pool.description, "columns": pool.columns} for pool in self.sharded.values()],
         }

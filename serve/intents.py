@@ -8,9 +8,9 @@ from dataclasses import replace
 from pipeline.artifact import Artifact
 from pipeline.classification.classifier import Classified, open_classifier
 from pipeline.classification.encoder import FrozenEncoder
+from pipeline.engine.resources import best_device
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
-from pipeline.tasks.resources import best_device
 from serve.batcher import Stage
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from pipeline.arrays import Bools
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.search import filters
+from pipeline.pools.pool import Pool
+from pipeline.search import filters
 
 _BYTES = 64 << 20  # 64 masks of a pool of a million rows
 # Of an entry beside its mask: the digest, the array object and the place in the dictionary. Python's objects

@@ -27,10 +27,10 @@ from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
 from pipeline.models.settings import read_settings
-from pipeline.retrieval.pools.lock import Beat, lease
-from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.search import device, filters
+from pipeline.pools.lock import LeaseFile, lease
+from pipeline.pools.pool import Pool, describe
+from pipeline.pools.shard import PoolPart
+from pipeline.search import device
 from serve.batcher import SENDER, Batch, Batcher, Stage
 from serve.engine import (
     PoolQuery,
@@ -115,11 +115,11 @@ class PoolShard:
 
     def __init__(
         self,
-        share: Share,
+        part: PoolPart,
         max_wait_s: float,
         on_batch: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
-        self._share = share
+        self._part = part
         self.batcher = Batcher(max_wait_s, on_batch)
         self._open_shards: OrderedDict[str, _OpenShard] = OrderedDict()
         self._lock = threading.Lock()
@@ -155,8 +155,8 @@ class PoolShard:
         """On one thread at a time."""
         if (shard := self._find(version)) is not None:
             return shard
-        pool = Pool.open(version, share=self._share, device=search_device())
-        shard = _OpenShard(pool, self._share)
+        pool = Pool.open(version, part=self._part, device=search_device())
+        shard = _OpenShard(pool, self._part)
         with self._lock:
             self._open_shards[shard.pool.artifact.uri] = shard
             name = shard.pool.name
@@ -226,12 +226,12 @@ class PoolShard:
 class _OpenShard:
     """A part of one version of a pool."""
 
-    def __init__(self, pool: Pool, share: Share) -> None:
+    def __init__(self, pool: Pool, part: PoolPart) -> None:
         self.pool = pool
-        self.first = share.rows(pool.artifact.rows("rows/")).start
+        self.first = part.rows(pool.artifact.rows("rows/")).start
         """The place of its first row in the whole pool."""
-        self.columns = filters.columns(pool)
-        self._lease: Beat | None = lease(pool.artifact.uri)
+        self.columns = pool.filter_columns
+        self._lease: LeaseFile | None = lease(pool.artifact.uri)
         self.masks = Masks()
         self.searches = functools.cache(self._stage)
         """A stage for each attention."""

@@ -27,7 +27,7 @@ from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, Stopped, digest
 from pipeline.models.settings import read_settings
-from pipeline.retrieval.pools.pool import CURRENT, KIND
+from pipeline.pools.pool import CURRENT, KIND
 
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
 RETRY_S = 60.0  # until a failure that may pass, such as one of the network, is tried again

@@ -44,10 +44,11 @@ from transformers import PreTrainedTokenizerFast
 
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
-from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
-from pipeline.corpora.made_up import sample
-from pipeline.drafts import Draft, draft, folder_entries
+from jobs.sample_data import sample
+from pipeline import progress, storage
+from pipeline.artifact import Artifact, folder_entries, open_artifact
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft, draft
 from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
@@ -55,9 +56,8 @@ from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
-from pipeline.retrieval.pools import build
-from pipeline.retrieval.pools.vector_format import encode
-from pipeline.tasks import executors, progress
+from pipeline.pools import build
+from pipeline.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
@@ -83,7 +83,8 @@ _PROCESSES = {"subprocess", "run_in_processes"}
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
-    "pipeline/retrieval",
+    "pipeline/pools",
+    "pipeline/search",
     "jobs/test_killed_builds.py",
 )
 

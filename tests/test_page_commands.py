@@ -31,8 +31,8 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification.settings import HeadConfig
 from pipeline.config import parse
 from pipeline.corpora.formats import pairs
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.pools.embed import EmbedConfig
 from pipeline.training import estimate
 from pipeline.training.settings import TokenizerConfig
 from serve.engine import Engine
@@ -73,7 +73,7 @@ POOLS = {
     "README.md": {".demo/pools": "replies"},
     "OPERATING.md": {"lake/pools": "replies"},
     "pipeline/OWN_DATA.md": {"my/pools": "answers"},
-    "pipeline/retrieval/README.md": {"lake/pools": "articles", "pools": "articles"},
+    "pipeline/pools/README.md": {"lake/pools": "articles", "pools": "articles"},
     "serve/README.md": {".demo/pools": "replies"},
 }
 """Pools of two versions that no command of the page makes."""

@@ -24,15 +24,15 @@ from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import require
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 
 _TOKENS = 256
 # The job starts processes and makes an index, some 8 s on 2 cores, which vanish beside a pool of millions.
@@ -251,7 +251,9 @@ def _articles(data: Path) -> Table:
     folders = [data / "wikipedia" / name for name in ("extracted_featured", "extracted_good")]
     files = sorted(str(file) for folder in folders for file in folder.glob("**/wiki_*"))
     require(bool(files), "data", str(data), "a folder with wikipedia/extracted_good/**/wiki_*")
-    articles = (a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), Account()))
+    articles = (
+        a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), ParseReport())
+    )
     return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
 
 

@@ -31,10 +31,10 @@ from jobs.benchmarks.paper import trials
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, parse, require
+from pipeline.engine.resources import best_device
 from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import ScorerResult, compare_all
 from pipeline.models.transformer import set_dropout
-from pipeline.tasks.resources import best_device
 from pipeline.training.optimization import warmup_of
 
 Precision = Literal["bf16", "fp32"]

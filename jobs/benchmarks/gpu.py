@@ -29,13 +29,12 @@ from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.retrieval.pools import device_rows
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Shard
-from pipeline.retrieval.pools.vector_format import Layer
-from pipeline.retrieval.search import device as device_search
-from pipeline.retrieval.search import device_scores, top_rows
+from pipeline.pools import device_rows
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS, Shard
+from pipeline.pools.vector_format import Layer
+from pipeline.search import device as device_search
+from pipeline.search import device_scores, top_rows
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining_batches import MicroBatch
 from pipeline.training.settings import LoopConfig

@@ -23,7 +23,7 @@ from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.config import digest
 from pipeline.models import inference
-from pipeline.retrieval.search import top_rows
+from pipeline.search import top_rows
 
 _TEXTS = {"small": 4096, "full": 16_384}
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}

@@ -15,12 +15,13 @@ import pyarrow as pa
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.arrays import Keys
-from pipeline.drafts import Draft, draft
-from pipeline.files import npy
-from pipeline.retrieval.pools import candidates, verdicts
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.verdicts import PlanInput, TextQuery
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft, draft
+from pipeline.pools import candidates, verdicts
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.shard import ROWS
+from pipeline.pools.verdicts import PlanInput, TextQuery
+from pipeline.storage import npy
 
 _ROWS = {"small": 200_000, "full": 10_000_000}
 _NAMES = {"small": "200k", "full": "10m"}
@@ -72,7 +73,7 @@ def _published(texts: Keys, first: int) -> pa.Buffer:
     hashes = [f"{key:016x}{0:016x}" for key in texts.tolist()]
     names = [str(first + n) for n in range(len(texts))]
     columns = {"id": names, "text": [""] * len(names), "content_hash": hashes}
-    return candidates.arrow_file(pa.table(columns, schema=candidates.ROWS))
+    return candidates.arrow_file(pa.table(columns, schema=ROWS))
 
 
 def _plan(folder: Path, sources: PlanInput) -> tuple[float, float, tuple[int, int, int, int]]:

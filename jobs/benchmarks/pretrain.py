@@ -26,10 +26,10 @@ from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
 from jobs import pretrain as pretrain_job
 from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
+from jobs.sample_data import sample
 from pipeline import tracking
 from pipeline.artifact import open_artifact
 from pipeline.config import digest, parse
-from pipeline.corpora.made_up import sample
 from pipeline.models.precision import resolve_precision
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import TOKENS

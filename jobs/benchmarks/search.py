@@ -23,20 +23,18 @@ from jobs import cluster, embed_pool
 from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, FileEntry
 from pipeline.config import BadInput, digest, require
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.retrieval.pools import build
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
-from pipeline.retrieval.search import Method, top_rows
-from pipeline.retrieval.search.bounds import in_parallel
-from pipeline.retrieval.search.exact import FORMS
-from pipeline.tasks.records import FileEntry
+from pipeline.pools import build
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS, PoolPart
+from pipeline.pools.vector_format import Dtype, decode, encode
+from pipeline.search import Method, top_rows
+from pipeline.search.bounds import in_parallel
+from pipeline.search.exact import FORMS
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}
@@ -217,7 +215,7 @@ def _by_size(
     ms: dict[str, dict[str, float]] = {}
     over_best, over_plain, over_faiss = {}, {}, {}
     for size in sizes:
-        part = Pool.open(pool.artifact.uri, share=Share(0, max(1, len(pool) // size)))
+        part = Pool.open(pool.artifact.uri, part=PoolPart(0, max(1, len(pool) // size)))
         plain_ND = torch.from_numpy(
             np.concatenate([decode(shard.vectors) for shard in part.shards])
         )

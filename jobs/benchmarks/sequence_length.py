@@ -16,12 +16,12 @@ import torch
 
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.config import require
+from pipeline.engine.resources import best_device
 from pipeline.models import inference
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig
 from pipeline.models.tokens import Tokenizer
-from pipeline.tasks.resources import best_device
 
 _LENGTHS = (32, 64, 128, 256, 512)
 """Tokens of a text, [CLS] and [SEP] included."""

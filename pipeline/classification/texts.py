@@ -80,11 +80,11 @@ def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) ->
     Raises BadInput for fewer than two intents, for an intent with one text if a tenth is to be held out,
     and for test intents that train lacks.
     """
-    account = file_tasks.Account()
+    report = file_tasks.ParseReport()
     by_split: dict[Split | None, list[Labelled]] = {}
-    for split, row in _rows(storage.expand(uris), config, reading, account):
+    for split, row in _rows(storage.expand(uris), config, reading, report):
         by_split.setdefault(split, []).append(row)
-    _check_share(account, reading)
+    _check_share(report, reading)
     rows_by_split = {split: rows for split, rows in by_split.items() if rows}
     inputs = " ".join(uris)
     if not rows_by_split:
@@ -105,13 +105,13 @@ def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) ->
         eight, ninth, tenth = _split_tenths(train, inputs)
         train, inside = [*eight, *ninth], tenth
     notes = [
-        *account.notes,
+        *report.notes,
         *_contradiction_notes([*train, *tested]),
         *_overlap_notes(train, tested),
     ]
     if not outside:
         notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
-    dropped = {**account.dropped.counts, **account.malformed.counts}
+    dropped = {**report.dropped.counts, **report.malformed.counts}
     texts = Texts(train, tested, [*inside, *outside] if outside else [], asked_split, dropped,
                   tuple(notes))  # fmt: skip
     _check(texts, inputs)
@@ -137,20 +137,20 @@ def draw(texts: Sequence[Labelled], shots: int, seed: int) -> list[Labelled]:
 
 
 def _rows(
-    files: list[str], config: ReadConfig, reading: raw.Reading, account: file_tasks.Account
+    files: list[str], config: ReadConfig, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[tuple[Split | None, Labelled]]:
     """Rows with the split that their file's name, or the set, gives them."""
     if config.dataset in ("banking77", "csv"):
-        yield from _table_rows(files, config, reading, account)
+        yield from _table_rows(files, config, reading, report)
         return
     corpus = cast(intents.Corpus, config.dataset)
     for uri in intents.files_of(files, corpus)[0]:
-        for row in intents.parse(uri, reading, account, corpus):
+        for row in intents.parse(uri, reading, report, corpus):
             yield row["split"], Labelled(row["context"][0], row["intent"], row["out_of_scope"])
 
 
 def _table_rows(
-    files: list[str], config: ReadConfig, reading: raw.Reading, account: file_tasks.Account
+    files: list[str], config: ReadConfig, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[tuple[Split | None, Labelled]]:
     columns = {"read.text_column": config.text_column, "read.label_column": config.label_column}
     if config.dataset == "banking77":
@@ -160,30 +160,30 @@ def _table_rows(
     form = config if config.dataset == "csv" else tables.TableFormat()
     for uri in files:
         split = named_split(raw.plain_name(uri))
-        for line, row in tables.read(uri, columns, reading, account, form=form):
+        for line, row in tables.read(uri, columns, reading, report, form=form):
             text, intent = row.get(text_column), row.get(label_column)
             text = "" if text is None else text
             with suppress(TypeError):  # then it is not a text
                 intent = tables.cell_text(intent) or ""
             if not raw.is_text(text) or not raw.is_text(intent):
                 sample = json.dumps([str(text), str(intent)], ensure_ascii=False)
-                account.malformed.add("not a text and an intent", uri, line, sample)
+                report.malformed.add("not a text and an intent", uri, line, sample)
             elif not text.strip():
-                account.dropped.add("empty text", uri, line, intent)
+                report.dropped.add("empty text", uri, line, intent)
             elif not intent.strip():
-                account.dropped.add("no intent", uri, line, text)
+                report.dropped.add("no intent", uri, line, text)
             else:
                 intent = intent.strip()
                 outside = config.dataset == "csv" and intent == config.out_of_scope_label
                 yield split, Labelled(text.strip(), intent, outside)
 
 
-def _check_share(account: file_tasks.Account, reading: raw.Reading) -> None:
+def _check_share(report: file_tasks.ParseReport, reading: raw.Reading) -> None:
     """Raises BadInput where too much is malformed."""
-    malformed = sum(account.malformed.counts.values())
-    if malformed > account.records * reading.max_malformed_share:
-        first = account.malformed.samples[0]
-        raise BadInput(f"{malformed:,} of {account.records:,} rows are malformed, the first is "
+    malformed = sum(report.malformed.counts.values())
+    if malformed > report.records * reading.max_malformed_share:
+        first = report.malformed.samples[0]
+        raise BadInput(f"{malformed:,} of {report.records:,} rows are malformed, the first is "
                        f"{first['file']}, line {first['line']}: {first['reason']}; more than "
                        f"reading.max_malformed_share {reading.max_malformed_share:g}")  # fmt: skip
 

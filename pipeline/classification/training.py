@@ -18,11 +18,11 @@ from pipeline.classification.classifier import Classifier
 from pipeline.classification.metrics import best_threshold
 from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
-from pipeline.drafts import Draft
-from pipeline.files import npy
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import best_device
 from pipeline.models.sources import Source
-from pipeline.tasks.records import TaskRecord
-from pipeline.tasks.resources import best_device
+from pipeline.storage import npy
 
 _VECTORS = "_vectors.npy"
 _PROGRESS_S = 10.0
@@ -58,7 +58,7 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
     """The vectors of all texts, each text once; a resumed job reads them."""
     distinct = _distinct_texts(texts)
     device = best_device()
-    if "vectors" not in out.marks():
+    if "vectors" not in out.finished_tasks():
         began = time.perf_counter()
         model = encoder.load(source.local(), config, device)
         vectors = model.vectors(distinct).numpy()
@@ -105,9 +105,9 @@ class TrainingPlan:
 
 def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
     """Trains a head and tests it. A resumed job reads the finished heads."""
-    task, marks = f"head-{seed}", out.marks()
-    if task in marks:
-        return marks.record(task, HeadRecord)
+    task, finished = f"head-{seed}", out.finished_tasks()
+    if task in finished:
+        return finished.record(task, HeadRecord)
     began, labels = time.perf_counter(), labels_of(texts.train)
     train_rows = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
     place_of_label = {label: place for place, label in enumerate(labels)}

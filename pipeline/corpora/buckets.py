@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline import storage
 from pipeline.arrays import Ints
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
 
 _FOLDER = "_buckets"
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")

@@ -14,13 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import shards, storage
+from pipeline import storage
+from pipeline.artifact import FileEntry
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
-from pipeline.drafts import Draft
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
 # An Arrow column of text holds 2 GiB, and a character has up to 4 bytes.
@@ -31,7 +33,7 @@ _DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md", re.IGNORECASE)
 ParsedRow = dict[str, Any]
 
 
-class Account:
+class ParseReport:
     """The report of a parser: counts and samples of the records that became no row."""
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Account:
         """Remarks on the file for a person."""
 
     def close(self, draft: Draft, task: str, privacy: Privacy) -> TaskRecord:
-        """Saves samples of the rejected records; returns the account as a record without files."""
+        """Saves samples of the rejected records; returns the report as a record without files."""
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
         return TaskRecord(
@@ -66,7 +68,7 @@ class FileRecord(TaskRecord):
     """The file's URI."""
 
 
-Parser = Callable[[str, raw.Reading, Account], Iterator[ParsedRow]]
+Parser = Callable[[str, raw.Reading, ParseReport], Iterator[ParsedRow]]
 
 
 def prepare(
@@ -82,7 +84,7 @@ def prepare(
     """Fills the draft and returns the records of its tasks.
 
     A task holds up to `rows_per_shard` rows of each split in memory.
-    `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
+    `parse(uri, reading, report)` yields a file's rows; each names its `split`. Their texts are
     redacted here, and names in columns that end in `_author` hashed. Documents are set aside and noted.
     """
     documents = [
@@ -100,7 +102,7 @@ def prepare(
         rows_per_shard=rows_per_shard,
     )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
-    records = [*shards.run_tasks(draft, tasks, work, label, FileRecord), *documents]
+    records = [*run_tasks(draft, tasks, work, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
     return records
 
@@ -133,7 +135,7 @@ def _convert(
     privacy: Privacy,
     rows_per_shard: int,
 ) -> FileRecord:
-    account = Account()
+    report = ParseReport()
     pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
     pending_characters: Counter[str] = Counter()
     files: list[FileEntry] = []
@@ -153,7 +155,7 @@ def _convert(
         counts["examples"] += len(rows)
         counts[f"examples.{split}"] += len(rows)
 
-    for row in parse(uri, reading, account):
+    for row in parse(uri, reading, report):
         split = row["split"]
         pending_rows[split].append(row)
         texts = (*row["context"], row["response"], *(row.get("candidates") or ()))
@@ -163,7 +165,7 @@ def _convert(
             write(split)
     for split in SPLITS:
         write(split)
-    account_record = account.close(draft, task, privacy)
+    account_record = report.close(draft, task, privacy)
     return FileRecord(
         input=uri,
         files=files,

@@ -23,16 +23,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import shards, storage
-from pipeline.corpora.file_tasks import Account, redacted_count
+from pipeline import storage
+from pipeline.corpora.file_tasks import ParseReport, redacted_count
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 SCHEMA = pa.schema(
     [pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string(), nullable=False)]
 )
-Articles = Callable[[Draft, Account], Iterator[tuple[str, str]]]
+Articles = Callable[[Draft, ParseReport], Iterator[tuple[str, str]]]
 """(id, text) of every article that may be chosen."""
 
 
@@ -51,7 +52,7 @@ def choose_others(
     work = functools.partial(
         _choose_others, articles=articles, count=count, privacy=privacy, held_out=held_out
     )
-    return shards.run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
+    return run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
 
 
 def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:
@@ -66,7 +67,7 @@ def articles_of_shards(files: Sequence[str]) -> Articles:
 
 
 def _articles_of_shards(
-    draft: Draft, account: Account, files: Sequence[str]
+    draft: Draft, report: ParseReport, files: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     return _rows(draft, files, "group_id", "response")
 
@@ -80,11 +81,11 @@ def _choose_others(
     privacy: Privacy,
     held_out: Sequence[str],
 ) -> TaskRecord:
-    account = Account()
+    report = ParseReport()
     excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
     text_by_id: dict[str, str] = {}
     hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of the chosen articles
-    for name, text in articles(draft, account):
+    for name, text in articles(draft, report):
         if name in text_by_id or name in excluded:
             continue
         entry = (-_hash(name), name)
@@ -105,7 +106,7 @@ def _choose_others(
     counts = {"others": len(names), **redacted_count(redacted)}
     if len(names) < count:
         counts["others.missing"] = count - len(names)
-    return replace(account.close(draft, task, privacy), files=files, counts=counts)
+    return replace(report.close(draft, task, privacy), files=files, counts=counts)
 
 
 def _rows(draft: Draft, files: Sequence[str], *columns: str) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import FileRecord
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.engine.records import TaskRecord, sum_counts
 
 Expect = Literal["report", "published"]
 

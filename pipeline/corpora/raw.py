@@ -23,8 +23,8 @@ import zstandard
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord, sum_counts
 
 _PIECE_BYTES = 1 << 18
 _SAMPLED_BYTES = 4 << 20

@@ -15,12 +15,12 @@ from tqdm import tqdm
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.corpora.formats.dstc7 import NONE
+from pipeline.engine.resources import best_device
 from pipeline.evaluation.metrics import cross_entropies, pessimistic_ranks
 from pipeline.evaluation.questions import NO_TEXT, Question, Questions
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.tasks.resources import best_device
 
 TOP = 5
 _QUESTIONS_AT_ONCE = 256

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from pipeline.engine.resources import HERE, Actors, cpus_each
+from pipeline.engine.waiting import await_room
 from pipeline.evaluation import none_candidate, significance
 from pipeline.evaluation.metrics import summarise
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.questions import Questions
 from pipeline.evaluation.significance import Comparison, Interval
-from pipeline.tasks.actors import HERE, Actors
-from pipeline.tasks.resources import cpus_each
-from pipeline.tasks.waiting import await_room
 
 if TYPE_CHECKING:
     from pipeline.evaluation.ranking import Latency, QuestionRanks, Scorer

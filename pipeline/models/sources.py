@@ -15,11 +15,16 @@ from typing import Any, Protocol
 from huggingface_hub import snapshot_download
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
+from pipeline.artifact import (
+    MANIFEST,
+    Artifact,
+    fingerprint_of_entries,
+    folder_entries,
+    open_artifact,
+)
 from pipeline.config import BadInput, require
-from pipeline.drafts import folder_entries
-from pipeline.files import fingerprints, node_cache
 from pipeline.models.settings import SETTINGS, read_settings
+from pipeline.storage import fingerprints, node_cache
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """A file in every directory that sentence-transformers saved."""
@@ -212,5 +217,5 @@ def _reference(uri: str, source: Source, patterns: Sequence[str] = ("*",)) -> di
         for entry in folder_entries(source.local())
         if any(fnmatch(entry["path"], pattern) for pattern in patterns)
     ]
-    fingerprint = fingerprints.fingerprint_of_entries(entries)
+    fingerprint = fingerprint_of_entries(entries)
     return {"uri": uri, "kind": "external", "fingerprint": fingerprint}

@@ -1,1 +1,1 @@
-"""The Python API: `pipeline.Ranker` and `Pool.search`. `pipeline/API.md` shows how to use it."""
+"""The Python API: `pipeline.Ranker`. `pipeline/API.md` shows how to use it."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pipeline.config import BadInput, require
 
 Context = str | Sequence[str]
 """A text, or turns, oldest first and newest last."""
+Where = Mapping[str, str | Collection[str]]
+"""Columns of a pool, and the value or the values that a candidate may have there."""
 ItemT = TypeVar("ItemT")
 
 

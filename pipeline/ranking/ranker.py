@@ -13,7 +13,7 @@ Axes: N contexts or texts, M vectors of a context, D dimensions, T tokens, C can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pipeline.config import require
 from pipeline.ranking import inputs
-from pipeline.ranking.inputs import Context
-from pipeline.ranking.results import Ranking, best_results
+from pipeline.ranking.inputs import Context, Where
+from pipeline.ranking.results import Ranking, best_results, results_at
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.models.precision import Precision
     from pipeline.models.ranker import Ranker as RankerModule
     from pipeline.models.settings import RankerConfig
+    from pipeline.pools.pool import Method, Pool
 
 ItemT = TypeVar("ItemT")
 
@@ -207,6 +208,54 @@ class Ranker:
         ids, texts = inputs.candidates(candidates)
         return Ranking(tuple(best_results(ids, texts, self.score(context, texts).tolist(), top_k)))
 
+    def search(
+        self,
+        pool: Pool,
+        context: Context,
+        top_k: int = 10,
+        *,
+        where: Where | None = None,
+        allow: Collection[str] | None = None,
+        deny: Collection[str] = (),
+        method: Method = "auto",
+    ) -> Ranking:
+        """The best `top_k` candidates for a context, best first; all of them if there are fewer.
+
+        `pool`: embedded by this ranker. `context`: a text, or turns, oldest first. `where`: columns that the
+        pool keeps (`--embed.filter-columns`), and the value or the values that a candidate may have there.
+        `allow`: ids of the only candidates that count, `deny`: of those that do not. `method`: approximate
+        needs an index of neighbours; the answer of all others is certified.
+
+        Raises BadInput for a pool of another ranker, an empty context, and a column that the pool does not
+        keep.
+
+        >>> from pipeline import Pool
+        >>> ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+        >>> ranking = ranker.search(pool, ["hi !", "do you like tea ?"], top_k=3)
+        >>> len(ranking), ranking.certified
+        (3, True)
+        >>> [result.id for result in ranker.search(pool, "tea ?", allow=["r1", "r3"])]
+        ['r1', 'r3']
+        >>> ranker.search(pool, "tea ?", where={"lang": "en"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        pipeline.config.BadInput: where: 'lang' is not allowed; allowed: columns that the pool keeps ...
+        """
+        from pipeline.search import filters, top_rows
+
+        inputs.require_top_k(top_k)
+        inputs.context(context)
+        pool.require_model(self)
+        among = None
+        if where or allow is not None or deny:
+            among = filters.select(pool, allow, deny, where)
+            if not among.any():
+                return Ranking(())
+        vectors_1MD, mask_1M = self.encode_contexts([context])
+        attention = self.config.search_attention
+        answers = top_rows(pool, vectors_1MD, top_k, mask_1M, attention, method, among)
+        results = results_at(pool, answers.places[0], answers.scores[0])
+        return Ranking(tuple(results), bool(answers.certified[0]))
+
     def score(self, context: Context, candidates: Iterable[str]) -> Floats:
         """[C] float32: the scores of texts, in their order.
 
@@ -342,8 +391,8 @@ class Ranker:
 def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerModule:
     import torch
 
+    from pipeline.engine.resources import best_device
     from pipeline.models import inference
-    from pipeline.tasks.resources import best_device
 
     require(precision in ("auto", "bf16", "fp32"), "precision", precision, "auto, bf16, fp32")
     if device == "auto":

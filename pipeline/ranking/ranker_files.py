@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import registry, storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
+from pipeline.artifact import (
+    MANIFEST,
+    Artifact,
+    fingerprint_of_entries,
+    folder_entries,
+    open_artifact,
+)
 from pipeline.config import BadInput
-from pipeline.drafts import folder_entries
-from pipeline.files.fingerprints import fingerprint_of_entries
 from pipeline.models.settings import SETTINGS
 from pipeline.models.sources import SENTENCE_TRANSFORMERS, fetch_from_hub, open_external
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from pipeline.arrays import Floats, Ints
+    from pipeline.pools.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,13 @@ def best_results(
     """The `top_k` candidates with the highest scores, best first. Ties keep the order given."""
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_k]
     return [Result(index, ids[index], texts[index], scores[index]) for index in order]
+
+
+def results_at(pool: Pool, places_K: Ints, scores_K: Floats) -> list[Result]:
+    """The candidates at these places of a pool, in the order of the places."""
+    names = pool.filter_columns
+    rows = pool.rows_at(places_K, names)
+    return [
+        Result(place, row["id"], row["text"], score, {name: row[name] for name in names})
+        for place, score, row in zip(places_K.tolist(), scores_K.tolist(), rows, strict=True)
+    ]

@@ -21,20 +21,20 @@ import torch
 from ray.train import CheckpointUploadMode
 from ray.util.queue import Queue
 
-from pipeline import storage
+from pipeline import progress, storage
+from pipeline.artifact import FileEntry, folder_entries
 from pipeline.config import BadInput, Stopped
-from pipeline.drafts import Draft, folder_entries
-from pipeline.files import node_cache
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
+from pipeline.engine.messages import listening
+from pipeline.engine.resources import best_device, cpus_each
+from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import Resolved, resolve_precision
-from pipeline.tasks import executors, progress
-from pipeline.tasks.failures import cause_of
-from pipeline.tasks.messages import listening
-from pipeline.tasks.records import FileEntry
-from pipeline.tasks.resources import best_device, cpus_each
-from pipeline.tasks.waiting import await_room
+from pipeline.storage import node_cache
+from pipeline.storage.failures import cause_of
 from pipeline.training.checkpoints import (
     is_sharded,
     tensors_in,

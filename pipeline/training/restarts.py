@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from pipeline.tasks.failures import DETERMINISTIC, cause_of
+from pipeline.storage.failures import DETERMINISTIC, cause_of
 
 
 class RetryMachinesOnly(UserCallback):  # type: ignore[misc]

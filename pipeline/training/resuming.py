@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.config import BadInput
-from pipeline.files import node_cache
+from pipeline.storage import node_cache
 from pipeline.training.checkpoints import read_state, write_state
 from pipeline.training.loop import Cursor, Saved
 

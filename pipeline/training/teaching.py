@@ -25,15 +25,15 @@ import pyarrow.parquet as pq
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import require
-from pipeline.drafts import Draft
+from pipeline.engine.attempts import Work
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import Actors, best_device
+from pipeline.engine.run import run_tasks_on_actors
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import read_settings
-from pipeline.shards import Work, run_tasks_on_actors
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.records import TaskRecord
-from pipeline.tasks.resources import best_device
 from pipeline.training.batches import ExampleRow
 from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
 from pipeline.training.negatives import RightAnswers, highest_allowed, right_answers

@@ -26,16 +26,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline import cost, shards, storage
+from pipeline import cost, storage
 from pipeline.arrays import Ints
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, FileEntry, file_entry, folder_entries, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.corpora.schema import Split, example_files
-from pipeline.drafts import Draft, file_entry, folder_entries
-from pipeline.files import npy
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord, sum_counts
+from pipeline.engine.run import run_tasks
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.tasks.records import FileEntry, TaskRecord, sum_counts
+from pipeline.storage import npy
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 
 _COUNTS = "token_counts.npy"
@@ -153,7 +154,7 @@ def tokenize(
         }
         for path in paths
     }
-    records = shards.run_tasks(draft, tasks, work, "tokenize", TaskRecord)
+    records = run_tasks(draft, tasks, work, "tokenize", TaskRecord)
     if not any(entry["path"].startswith("train/") for record in records for entry in record.files):
         raise BadInput(f"--corpus {corpus.uri}: no example of train/ has a context and a response")
     total_V = np.zeros(vocabulary.size, np.int64)

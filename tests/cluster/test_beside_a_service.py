@@ -30,8 +30,9 @@ DRIVER = """
 import json, os, sys
 from jobs import cluster
 from pipeline.config import MAX_WAIT_VARIABLE, BadInput, Stopped
-from pipeline.tasks import resources, waiting
-from pipeline.tasks.actors import Actors
+from pipeline.engine import resources
+from pipeline.engine import waiting
+from pipeline.engine.resources import Actors
 
 waiting._SILENT_S, waiting._LOOK_EVERY_S, waiting._GRACE_S = 1, 1, 1
 os.environ[MAX_WAIT_VARIABLE] = "0.05"

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from jobs import pretrain
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
+from pipeline.engine import executors
 from pipeline.models.sources import External
-from pipeline.tasks import executors
 from tests.helpers import wait_until
 
 from .conftest import ROOT, nodes_of_one_core

@@ -10,16 +10,16 @@ import sys
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.tasks import resources, waiting
-from pipeline.tasks.actors import Actors
+from pipeline.engine import resources, waiting
+from pipeline.engine.resources import Actors
 
 from .conftest import ROOT
 
 DRIVER = """
 import sys
 from jobs import cluster, prepare_corpus
-from pipeline.tasks import waiting
-from pipeline.tasks.actors import Actors
+from pipeline.engine import waiting
+from pipeline.engine.resources import Actors
 from pipeline.config import BadInput
 waiting._SILENT_S, waiting._LOOK_EVERY_S = 1, 1
 with cluster.session():

@@ -17,7 +17,7 @@ import zstandard
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading, read_lines
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from tests.helpers import wait_until
 
 from .conftest import Nodes, nodes_of_one_core

@@ -25,8 +25,8 @@ from jobs import finetune
 from pipeline import registry, storage, tracking
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, parse
-from pipeline.drafts import Draft, draft
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft, draft
 from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]

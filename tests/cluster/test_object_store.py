@@ -27,10 +27,10 @@ from pipeline.config import Stopped
 from pipeline.corpora import file_tasks
 from pipeline.corpora.formats import parquet_fetches, tables
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
-from pipeline.files import node_cache
-from pipeline.retrieval.pools.lock import locked
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord
+from pipeline.pools.lock import locked
+from pipeline.storage import node_cache
 from serve.engine import Engine, PoolQuery
 from tests.helpers import free_port
 
@@ -138,7 +138,7 @@ def test_of_many_that_make_a_file_at_one_moment_one_does(bucket):
 def test_a_pool_is_locked_by_one_also_in_a_bucket(bucket):
     with locked(bucket, "p", 60) as held:
         held.check()
-        assert not storage.create_bytes(held.beat.uri, b"{}")
+        assert not storage.create_bytes(held.lease_file.uri, b"{}")
 
 
 def test_a_store_that_refuses_is_an_error_of_the_network_not_a_lost_race(s3, bucket, monkeypatch):
@@ -171,11 +171,11 @@ def test_small_row_groups_of_parquet_are_fetched_together(
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, row_group_size=2048, compression="zstd")
     storage.write_bytes(uri, buffer.getvalue())
-    account = file_tasks.Account()
+    report = file_tasks.ParseReport()
     with s3.counted() as requests:
-        rows = dict(tables.read(uri, {"text": "text", "id": "id"}, Reading(), account))
+        rows = dict(tables.read(uri, {"text": "text", "id": "id"}, Reading(), report))
     assert rows == {n + 1: {"id": n, "text": text} for n, text in enumerate(texts)}
-    assert account.records == len(texts)
+    assert report.records == len(texts)
     assert requests["GET"] <= most_requests
 
 
@@ -188,7 +188,7 @@ def test_reading_ahead_may_be_given_up(bucket):
 
 COPY = """
 import sys
-from pipeline.files import node_cache
+from pipeline.storage import node_cache
 print(node_cache.local_folder(sys.argv[1], "v1"))
 """
 
@@ -272,7 +272,7 @@ def out(request, tmp_path) -> Draft:
 
 
 def test_a_kill_while_an_artifact_is_tidied_loses_nothing_and_leaves_nothing(out, monkeypatch):
-    (record,) = [out.marks().record("task", TaskRecord)]
+    (record,) = [out.finished_tasks().record("task", TaskRecord)]
 
     def kill(uri: str) -> None:
         raise KeyboardInterrupt
@@ -299,7 +299,7 @@ def test_a_kill_before_an_artifact_is_published_keeps_the_marks(out, monkeypatch
             out.publish([], {})
     again = draft(out.uri, "corpus", Config(), {})
     assert isinstance(again, Draft)
-    assert set(again.marks()) == {"task"}
+    assert set(again.finished_tasks()) == {"task"}
 
 
 def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
@@ -309,7 +309,7 @@ def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
             out.locked(),
         ):
             pass
-        out.publish(out.marks().record("task", TaskRecord).files, {})
+        out.publish(out.finished_tasks().record("task", TaskRecord).files, {})
     with pytest.raises(Stopped, match="another job has published it meanwhile"), out.locked():
         pass
 

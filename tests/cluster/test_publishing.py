@@ -22,8 +22,8 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import BadInput, parse
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.pools.pool import Pool
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ _MOST_STEPS = 60
 # What the jobs import when they run: 3 s, which the processes spend once.
 _MODULES = (
     "jobs.prepare_corpus", "jobs.embed_pool", "jsonargparse", "pipeline.tracking",
-    "mlflow.store.tracking.sqlalchemy_store", "pipeline.tasks.resources", "pipeline.models.ranker",
+    "mlflow.store.tracking.sqlalchemy_store", "pipeline.engine.resources", "pipeline.models.ranker",
 )  # fmt: skip
 _CHANGES = ("os.link", "os.remove", "os.rename")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jobs import embed_pool
+from pipeline.engine import executors
 from pipeline.models.ranker import Ranker
-from pipeline.tasks import executors
 from tests.jobs.nights import FIRST, Rows
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pipeline.models.precision import resolve_precision
-from pipeline.retrieval.pools import embedder
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import embedder
+from pipeline.pools.pool import Pool
 from tests.helpers import INTERRUPTED
 
 Rows = dict[str, str]

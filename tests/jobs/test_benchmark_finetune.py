@@ -12,9 +12,9 @@ from jobs import finetune
 from jobs.benchmarks import finetune_rate
 from jobs.benchmarks.measure import Run
 from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import parse
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.tokens import Tokenizer, set_template
 

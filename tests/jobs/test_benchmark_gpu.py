@@ -12,8 +12,8 @@ import torch
 from jobs import benchmark
 from jobs.benchmarks import gpu
 from pipeline.models.flops import Peak
-from pipeline.retrieval.search import top_rows
-from pipeline.retrieval.search.exact import TopRows
+from pipeline.search import top_rows
+from pipeline.search.exact import TopRows
 
 CPU = torch.device("cpu")
 SCALE = gpu.SCALES["cpu"]

@@ -16,9 +16,9 @@ from jobs.benchmarks.paper import sweep, trials
 from jobs.benchmarks.paper.tables import TABLES
 from jobs.benchmarks.paper.trials import Outcome, Setting
 from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker, new_ranker
 
 SHORT = ("--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32)

@@ -12,7 +12,7 @@ import pytest
 from jobs import prepare_corpus
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
-from pipeline.tasks import executors
+from pipeline.engine import executors
 from tests.helpers import rejected
 
 
@@ -132,7 +132,7 @@ def test_a_job_that_ends_halfway_goes_on_where_it_was(
     seen = {}
     with monkeypatch.context() as patch:  # publishing removes the marks
         patch.setattr(
-            "pipeline.drafts._tidy",
+            "pipeline.engine.draft._tidy",
             lambda uri: seen.update(
                 {p.name: p.stat().st_mtime_ns for p in (Path(uri) / "_tasks").iterdir()}
             ),

@@ -11,10 +11,10 @@ import torch
 
 from jobs import finetune
 from pipeline import storage
-from pipeline.artifact import open_artifact
-from pipeline.drafts import draft, folder_entries
+from pipeline.artifact import folder_entries, open_artifact
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 

@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 from jobs import finetune
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
+from pipeline.engine import executors
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.sources import open_encoder
-from pipeline.tasks import executors
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
 from tests.helpers import (

@@ -15,6 +15,7 @@ from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
 from pipeline.corpora.formats import wikipedia
+from pipeline.engine import executors
 from pipeline.evaluation import protocols
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
@@ -24,7 +25,6 @@ from pipeline.models import inference
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
-from pipeline.tasks import executors
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
 ONE_WORKER = (

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.corpora.report import text
-from pipeline.drafts import Draft, draft
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.engine.draft import Draft, draft
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.shard import ROWS
 from pipeline.training.tokenizer import TokenizerConfig
 
 

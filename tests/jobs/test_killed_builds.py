@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,9 +16,9 @@ from jobs import embed_pool
 from pipeline import storage
 from pipeline.models import inference
 from pipeline.models.precision import NUMERICS
-from pipeline.retrieval.pools import candidates, embed, embedder, inputs, plan, promotion
-from pipeline.retrieval.pools import versions as versions_module
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import candidates, embed, inputs, plan, promotion
+from pipeline.pools import versions as versions_module
+from pipeline.pools.pool import Pool
 from tests.jobs.nights import (
     EXACT,
     FIRST,
@@ -35,60 +35,7 @@ from tests.jobs.nights import (
 pytestmark = pytest.mark.usefixtures("actors_in_process")
 
 
-def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
-    night, pools, monkeypatch, tmp_path
-):
-    options = ("--embed.rows-per-shard", 5)
-    for rows in (
-        FIRST,
-        changed(FIRST),
-    ):  # two nights, each with an input of its own, and both killed
-        with monkeypatch.context() as patch:
-            stop_after(3, patch)
-            interrupted(night(rows, *options))
-    assert len([name for name in versions(pools) if name.endswith(".partial")]) == 2
-    third = changed(FIRST) | {"third": "third night"}
-    finished = night(third, *options, "--keep", 1)
-    # Each of the killed ones has made 3 shards of 5 rows. Of the first, "text 3" is gone, and "text 5"
-    # stands in no later one; the second has copied from the first what that had.
-    kept = {f"text {n}" for n in range(15)} | set(list(changed(FIRST).values())[:15])
-    expected = [text for text in third.values() if text not in kept]
-    assert f"{len(third) - len(expected)} texts are copied from v-" in finished.stdout
-    assert f"to embed {len(expected)} of {len(third)}" in finished.stdout
-    assert embedded(finished.summary) == len(expected) < 20
-    assert versions(pools) == [current(pools)]
-    monkeypatch.setattr(versions_module, "drafts", lambda *_: [])
-    whole = night(third, *options, "--pools", tmp_path / "undisturbed").summary
-    assert embedded(whole) == len(third)
-    ours, theirs = contents(finished.summary["output"]), contents(whole["output"])
-    assert {name: text for name, (text, _) in ours.items()} == third
-    for name, (_, vector) in theirs.items():
-        np.testing.assert_allclose(ours[name][1], vector, atol=0.05)
-
-
-@pytest.mark.parametrize("change", ["model", "precision", "numerics", "removed"])
-def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
-    night, pools, monkeypatch, tiny_ranker, change
-):
-    before = OTHER_PRECISION if change == "precision" else ()
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        interrupted(night(FIRST, "--embed.rows-per-shard", 5, *before))
-    model = ""
-    if change == "model":
-        model = tiny_ranker("poly", seed=1).uri
-    elif change == "numerics":
-        monkeypatch.setattr(embed_pool, "NUMERICS", NUMERICS + 1)
-    else:
-        made = embedder.UnfinishedVectors.at
-        monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
-            [path.unlink() for path in pools.glob("p/*.partial/vectors/part-00000.npy")],
-            made(self, places))[1])  # fmt: skip
-    summary = night(changed(FIRST), model=model).summary
-    assert embedded(summary) == 29
-
-
-def test_vectors_that_the_gate_has_refused_are_not_copied(night, pools, monkeypatch):
+def test_the_shards_that_the_gate_has_refused_stay_and_are_named(night, pools, monkeypatch):
     """A faulty device makes other vectors of a batch than of a text alone."""
     vectors = inference.row_vectors
 
@@ -96,15 +43,26 @@ def test_vectors_that_the_gate_has_refused_are_not_copied(night, pools, monkeypa
         made = vectors(ranker, rows, *more)
         return made + torch.randn(made.shape) if len(rows) > 1 else made
 
-    with monkeypatch.context() as patch:
-        patch.setattr(inference, "row_vectors", faulty)
-        refused = night(FIRST)
+    monkeypatch.setattr(inference, "row_vectors", faulty)
+    refused = night(FIRST)
     (draft,) = pools.glob("p/*.partial")
     assert refused.code == 1
     assert f"Its shards stay in {draft}; remove this folder" in refused.stderr
-    finished = night(changed(FIRST))
-    assert f"{draft}: nothing is copied from this unfinished build" in finished.stdout
-    assert embedded(finished.summary) == 29
+
+
+def test_a_build_that_earlier_code_has_planned_is_resumed(night, pools, monkeypatch, model_texts):
+    options = ("--embed.rows-per-shard", 5, *EXACT)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(FIRST, *options))
+    plan_mark = next(pools.glob("p/*.partial/_tasks/plan.json"))
+    planned = json.loads(plan_mark.read_text())
+    del planned["source"]
+    planned["unfinished"] = [{"folder": str(pools / "p" / "v-0"), "name": "part-00000", "rows": 5}]
+    plan_mark.write_text(json.dumps(planned))
+    model_texts.clear()
+    night(FIRST, *options)
+    assert model_texts == list(FIRST.values())[15:]
 
 
 @pytest.mark.parametrize("names", [("a.csv", "b.csv"), ("1/same.csv", "2/same.csv")])
@@ -353,40 +311,27 @@ def test_a_night_with_nothing_to_do_leaves_the_killed_build_of_another_input(
     assert versions(pools) == left and len(left) == 2
 
 
-@pytest.mark.parametrize(
-    "file", ["_request.json", "_tasks/part-00000.json", "rows/part-00000.arrow"]
-)
-def test_a_dry_run_whose_unfinished_build_is_published_meanwhile_answers_in_one_line(
-    night, pools, monkeypatch, file
+def test_a_dry_run_whose_version_before_is_removed_meanwhile_answers_in_one_line(
+    night, first_night, monkeypatch
 ):
-    """The job that publishes it holds the pool's lock; a dry run holds none."""
-    options = ("--embed.rows-per-shard", 5)
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        interrupted(night(FIRST, *options))
-    (draft,) = (pools / "p").glob("*.partial")
+    """The job that removes it holds the pool's lock; a dry run holds none."""
+    rows = next(Path(first_night()["output"]).glob("rows/*"))
     opened = storage.open_input
 
-    def publish_and_open(uri):
-        if uri == f"{draft}/{file}" and draft.exists():
-            draft.rename(draft.with_suffix(""))
+    def remove_and_open(uri):
+        if uri == str(rows):
+            rows.unlink(missing_ok=True)
         return opened(uri)
 
-    monkeypatch.setattr(storage, "open_input", publish_and_open)
-    finished = night(changed(FIRST), *options, "--dry-run")
-    assert not draft.exists() and not list(pools.glob("_plans/*"))
-    gone = "another job has published or removed"
-    if file.startswith("rows/"):  # some rows are filed already
-        assert f"{draft}/{file}: {gone} this build meanwhile" in finished.refusal
-    else:
-        assert finished.summary["estimate"]["rows"] == 29
-        assert (gone in finished.stdout) == file.startswith("_tasks/")
+    monkeypatch.setattr(storage, "open_input", remove_and_open)
+    refusal = night(changed(FIRST), "--dry-run").refusal
+    assert f"{rows}: another job has removed this version meanwhile" in refusal
 
 
 KILLED_DRY_RUN = """
 import os, sys
 from jobs import embed_pool
-from pipeline.tasks import executors
+from pipeline.engine import executors
 
 embed_pool.rows_to_embed = lambda *_: os._exit(9)
 model, candidates, pools = sys.argv[1:]

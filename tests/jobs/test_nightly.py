@@ -14,9 +14,9 @@ import pytest
 from jobs import promote
 from pipeline import artifact, storage
 from pipeline.models.ranker import Ranker
-from pipeline.retrieval.pools import embedder, promotion
-from pipeline.retrieval.pools.lock import lease, locked
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools import embedder, promotion
+from pipeline.pools.lock import lease, locked
+from pipeline.pools.pool import Pool
 from tests.jobs.nights import FIRST, changed, contents, current, embedded, versions
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")
@@ -306,7 +306,7 @@ def test_a_version_before_whose_vectors_are_damaged_is_not_copied(night, first_n
     data[-1] ^= 1
     file.write_bytes(data)
     finished = night(changed(FIRST))
-    assert "nothing is copied, as the version before cannot be opened" in finished.stdout
+    assert f"nothing is copied, as {first['output']} cannot be opened" in finished.stdout
     assert embedded(finished.summary) == 29
 
 
@@ -484,7 +484,7 @@ def test_files_with_other_names_and_the_same_rows_leave_nothing_to_do(
 READER = """
 import json, sys, time
 from pathlib import Path
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from tests.helpers import INTERRUPTED
 
 uri, done = sys.argv[1], Path(sys.argv[2])

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pipeline.retrieval.pools.pool import Pool
-from tests.jobs.nights import EXACT, columns, contents, interrupted, stop_after
+from pipeline.pools.pool import Pool
+from tests.jobs.nights import EXACT, columns, contents
 
 ROWS = [
     {"id": str(n), "text": f"text {n}", "language": "en" if n % 2 else "de", "year": 2000 + n}
@@ -75,17 +75,6 @@ def test_a_text_of_several_values_counts_once_for_the_canaries(build, rows_per_s
     manifest = Pool.open(summary["output"]).artifact.manifest
     assert manifest["gate"]["recall"] == 1.0
     assert all(len(set(keys)) == 5 for keys in manifest["canaries"]["answers"])
-
-
-def test_vectors_of_a_killed_build_with_other_filter_columns_are_copied(
-    build, model_texts, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        interrupted(build(ROWS, "language", "--embed.rows-per-shard", 5))
-    model_texts.clear()
-    build(ROWS, "year", "--embed.rows-per-shard", 5)
-    assert model_texts == [row["text"] for row in ROWS[15:]]
 
 
 def test_other_values_of_a_text_are_a_change_and_copy_its_vector(build, model_texts):

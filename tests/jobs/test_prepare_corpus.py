@@ -18,7 +18,7 @@ import zstandard
 from pipeline.artifact import open_artifact
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
-from pipeline.files import fingerprints
+from pipeline.storage import fingerprints
 from tests.helpers import rejected, rows_of
 
 PLAIN = ("--redact", "off", "--authors", "plain")

@@ -31,13 +31,13 @@ from jobs import pretrain
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import draft
+from pipeline.engine import executors
+from pipeline.engine.draft import draft
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder
-from pipeline.tasks import executors
 from pipeline.training import estimate
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining

@@ -10,8 +10,8 @@ import pytest
 from jobs import embed_pool, promote
 from pipeline import storage, tracking
 from pipeline.config import BadInput, Stopped
-from pipeline.retrieval.pools.lock import locked
-from pipeline.retrieval.pools.versions import current_name
+from pipeline.pools.lock import locked
+from pipeline.pools.versions import current_name
 
 
 @pytest.fixture

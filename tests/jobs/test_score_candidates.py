@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import open_artifact
+from pipeline.artifact import folder_entries, open_artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching

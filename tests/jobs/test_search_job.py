@@ -12,7 +12,7 @@ import torch
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 
 TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?", "B" * 150]
 

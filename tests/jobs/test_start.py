@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 
 ROOT = Path(__file__).parents[2]
 VERBS = sorted(

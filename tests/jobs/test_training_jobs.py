@@ -24,9 +24,9 @@ from jobs import finetune
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import draft
+from pipeline.engine import executors
+from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker
-from pipeline.tasks import executors
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
 COMMON = (

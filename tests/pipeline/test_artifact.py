@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact, read_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.corpora.raw import Reading
-from pipeline.drafts import Draft, draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def test_a_job_that_was_refused_before_it_did_anything_is_in_nobodys_way(tmp_pat
 def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
     begin(tmp_path / "a", ReadingConfig()).mark("task", TaskRecord(counts={"n": 1}))
     tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
-    record = begin(tmp_path / "a", tolerant).marks().record("task", TaskRecord)
+    record = begin(tmp_path / "a", tolerant).finished_tasks().record("task", TaskRecord)
     assert record == TaskRecord(counts={"n": 1})
 
 
@@ -391,21 +392,21 @@ def test_a_second_run_does_only_what_the_first_left_undone(local_ray, tmp_path):
         return TaskRecord(files=[out.write_file(f"x/{task}", b"%d" % number)], counts={"n": number})
 
     with pytest.raises(Exception, match="killed"):
-        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "first", TaskRecord)
-    done = set(begin(tmp_path / "a").marks())
+        run_tasks(begin(tmp_path / "a"), tasks, work, "first", TaskRecord)
+    done = set(begin(tmp_path / "a").finished_tasks())
     assert "task-4" not in done
     begun = {path.name.split()[0] for path in calls.iterdir()}
     fail.unlink()
 
     out = begin(tmp_path / "a")
-    records = shards.run_tasks(out, tasks, work, "second", TaskRecord)
+    records = run_tasks(out, tasks, work, "second", TaskRecord)
     assert [record.counts["n"] for record in records] == list(range(6))
     called = [path.name.split()[0] for path in calls.iterdir()]
     assert {task for task in tasks if called.count(task) > 1} == begun - done
     resumed = out.publish([file for record in records for file in record.files], {})
 
     whole = begin(tmp_path / "b")
-    records = shards.run_tasks(whole, tasks, work, "uninterrupted", TaskRecord)
+    records = run_tasks(whole, tasks, work, "uninterrupted", TaskRecord)
     other = whole.publish([file for record in records for file in record.files], {})
     assert resumed.fingerprint == other.fingerprint
 
@@ -419,7 +420,7 @@ def test_a_finished_job_starts_no_task(tmp_path):
     def work(*_: object) -> TaskRecord:
         raise AssertionError
 
-    assert shards.run_tasks(out, {"two": 0, "one": 0}, work, "nothing", TaskRecord) == [two, one]
+    assert run_tasks(out, {"two": 0, "one": 0}, work, "nothing", TaskRecord) == [two, one]
 
 
 def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
@@ -427,7 +428,7 @@ def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
     out.mark("task", TaskRecord())
     storage.write_bytes(out.path("_tasks", "task.json"), b'{"embedded": {"rows": 1}}')
     with pytest.raises(BadInput, match=r"a\.partial: holds an unfinished job of another version"):
-        out.marks().record("task", TaskRecord)
+        out.finished_tasks().record("task", TaskRecord)
 
 
 def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
@@ -438,5 +439,5 @@ def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
 
     tasks = {"task-0": 0, "task-1": 1}
     with pytest.raises(BadInput, match=r"^task-1 is bad$"):
-        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "refused", TaskRecord)
-    assert set(begin(tmp_path / "a").marks()) == {"task-0"}
+        run_tasks(begin(tmp_path / "a"), tasks, work, "refused", TaskRecord)
+    assert set(begin(tmp_path / "a").finished_tasks()) == {"task-0"}

@@ -17,13 +17,14 @@ from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models import inference, losses, ranker, settings
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.pool import KIND, Pool
-from pipeline.retrieval.search import exact, search
+from pipeline.pools.candidates import content_hash
+from pipeline.pools.pool import KIND, Pool
+from pipeline.pools.shard import ROWS
+from pipeline.search import exact, search
 from pipeline.training.finetune_settings import Distillation
 from pipeline.training.objectives import PairModule
 
@@ -45,12 +46,12 @@ def test_the_files_that_contributing_names_are_there_and_three_at_most():
 def test_a_corpus_format(tmp_path, monkeypatch, actors_in_process):
     """Lines `question = answer`."""
 
-    def rows(uri, reading, account):
+    def rows(uri, reading, report):
         for at, line in raw.read_lines(uri, reading):
-            account.records += 1
+            report.records += 1
             question, equals, answer = line.partition(" = ")
             if not equals:
-                account.malformed.add("no equals sign", uri, at, line)
+                report.malformed.add("no equals sign", uri, at, line)
                 continue
             yield {
                 "example_id": f"line-{at}", "group_id": question, "context": [question],
@@ -151,7 +152,7 @@ def test_a_search_method(tmp_path, publish_pool, monkeypatch):
     publish_pool(out, [(rows, vectors_ND)])
     pool = Pool.open(str(tmp_path / "p" / "v-1"))
 
-    monkeypatch.setitem(exact.FINDERS, "first", lambda pool, vectors_MD, top_k: np.arange(20))
+    monkeypatch.setitem(exact.PREFILTERS, "first", lambda pool, vectors_MD, top_k: np.arange(20))
     query_MD = rng.standard_normal((1, 8)).astype(np.float32)
     products_N = vectors_ND @ query_MD[0]
     found = search(pool, query_MD, 3, method="first")  # type: ignore[arg-type]

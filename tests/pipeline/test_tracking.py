@@ -17,7 +17,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from pipeline import tracking
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 
 
 @dataclass(frozen=True)

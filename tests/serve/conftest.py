@@ -19,12 +19,12 @@ from jobs import classify_intents, embed_pool
 from pipeline.artifact import Artifact
 from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.pools.pool import make_current
+from pipeline.pools.shard import ROWS
 from pipeline.ranking.results import Result
-from pipeline.retrieval.pools.embed import ROWS
-from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 from tests.helpers import computing_in_fp32

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 from serve import app
 from serve.batcher import SENDER, Stage
 from serve.engine import search_share

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.search import device, device_scores
+from pipeline.pools.shard import PoolPart
+from pipeline.search import device, device_scores
 from serve import app, engine, shards
 from serve.app import Args
 from serve.engine import Engine
@@ -48,7 +48,7 @@ def test_a_pool_on_a_device_gives_the_answers_of_its_files(
         expected = plain.rank_pool(CONTEXT, "replies", 5)
     assert plain.engine.pools["replies"].on_device is None and not on_device
     if in_shards:
-        made = [PoolShard(Share(number, 2), 60.0) for number in range(2)]
+        made = [PoolShard(PoolPart(number, 2), 60.0) for number in range(2)]
 
         class Handle:
             def __init__(self, shard: PoolShard) -> None:

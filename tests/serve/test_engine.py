@@ -24,14 +24,13 @@ from jobs import embed_pool
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.drafts import draft
-from pipeline.files import node_cache
+from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pools.embed import ROWS
-from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.shard import Share
+from pipeline.pools.lock import is_leased
+from pipeline.pools.shard import ROWS, PoolPart
+from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine
@@ -131,7 +130,7 @@ def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
     if opened_by == "engine":
         served = Engine(tiny_ranker("poly").uri, [remote_pool])
     else:
-        served = PoolShard(Share(0, 2), max_wait_s=60.0)
+        served = PoolShard(PoolPart(0, 2), max_wait_s=60.0)
         served.preload(remote_pool)
     assert len(copies_in_use(remote_cache)) == 1
     served.close()
@@ -172,7 +171,7 @@ def test_a_model_that_is_refused_may_leave_the_nodes_disk(
 SHARED_BYTES = r"""
 import re, sys
 from pathlib import Path
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.pools.pool import Pool
 pool = Pool.open(sys.argv[1])
 float(sum(shard.vectors.matrix.sum() for shard in pool.shards))  # every page is read
 print(flush=True)

@@ -27,8 +27,8 @@ from ray.serve.schema import LoggingConfig
 
 from jobs import embed_pool
 from pipeline import storage
+from pipeline.pools.pool import make_current
 from pipeline.ranking.results import Result
-from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.batcher import Stage
 from serve.client import Client, ServiceError

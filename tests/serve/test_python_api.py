@@ -44,7 +44,7 @@ def test_a_pool(tiny_ranker, tiny_pool, asking):
     model = tiny_ranker("poly")
     uri = tiny_pool(model)
     ranker, pool = Ranker.load(model.uri), Pool.open(uri)
-    ours = [(r.id, r.text, r.score) for r in pool.search(ranker, CONTEXT, top_k=5)]
+    ours = [(r.id, r.text, r.score) for r in ranker.search(pool, CONTEXT, top_k=5)]
     with serving(create_app(asking(model, uri).service)) as port:
         _, answer = ask(port, "POST", "/rank", {"context": CONTEXT, "pool": "replies", "top_k": 5})
     config = search.Config(pool=uri, model=model.uri, context=tuple(CONTEXT), top_k=5)

@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from ray.exceptions import RayActorError
 
 from pipeline.config import BadInput
-from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.shard import Share
+from pipeline.pools.lock import is_leased
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import PoolPart
 from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
@@ -34,7 +34,7 @@ CONTEXT = ["hello there", "what do you do ?"]
 class InProcess:
     """A shard in this process, which may be gone."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: PoolPart) -> None:
         self.shard, self.is_gone, self.asked = PoolShard(share, 60.0), False, 0
 
     def open(self, version):
@@ -61,7 +61,7 @@ def version(model, tiny_pool) -> str:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def shards(request):
-    made = [InProcess(Share(number, request.param)) for number in range(request.param)]
+    made = [InProcess(PoolPart(number, request.param)) for number in range(request.param)]
     yield made
     for one in made:
         one.shard.close()
@@ -87,12 +87,12 @@ def sharded(model, version, shards):
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 12, 20])
 def test_shares_are_the_pool_in_order(version, count):
     """12 rows in files of 5 and 7."""
-    parts = [Pool.open(version, share=Share(number, count)) for number in range(count)]
+    parts = [Pool.open(version, part=PoolPart(number, count)) for number in range(count)]
     assert [part.row(at).id for part in parts for at in range(len(part))] == list(REPLIES)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     whole = Pool.open(version)
     for number, part in enumerate(parts):
-        first = Share(number, count).rows(len(whole)).start
+        first = PoolPart(number, count).rows(len(whole)).start
         for at in range(len(part)):
             assert (
                 part.vectors_at(np.array([at])) == whole.vectors_at(np.array([first + at]))
@@ -103,9 +103,9 @@ def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
     copy = tmp_path / "pools" / "replies" / "v-1"
     shutil.copytree(version, copy)
     (copy / "vectors" / "part-00001.npy").unlink()
-    assert len(Pool.open(str(copy), share=Share(0, 3))) == 4
+    assert len(Pool.open(str(copy), part=PoolPart(0, 3))) == 4
     with pytest.raises(BadInput, match="part-00001"):
-        Pool.open(str(copy), share=Share(2, 3))
+        Pool.open(str(copy), part=PoolPart(2, 3))
 
 
 def test_the_work_of_a_list_does_not_refuse_it_in_a_shard(shards, sharded):
@@ -196,7 +196,7 @@ def test_what_a_shard_refuses_is_the_services_refusal(sharded):
 def test_a_shard_that_is_new_opens_what_it_is_asked_for(sharded, shards):
     service = sharded()
     before = [one.id for one in service.rank_pool(CONTEXT, "replies", 12)]
-    old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
+    old, shards[1].shard = shards[1].shard, PoolShard(PoolPart(1, len(shards)), 60.0)
     old.close()
     assert [one.id for one in service.rank_pool(CONTEXT, "replies", 12)] == before
 
@@ -207,7 +207,7 @@ def test_a_shard_that_cannot_open_the_version_is_missing(model, version, shards,
     pool = ShardedPool(str(copy), shards, 60.0, "refuse")
     one = Asking(Engine(model.uri, sharded=[pool]))
     shutil.rmtree(copy)
-    old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
+    old, shards[1].shard = shards[1].shard, PoolShard(PoolPart(1, len(shards)), 60.0)
     old.close()
     with pytest.raises(Refusal) as refused:
         one.rank_pool(CONTEXT, "replies", 3)
@@ -224,7 +224,7 @@ class Silent(InProcess):
 
 
 def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, shards):
-    silent = Silent(Share(0, 1))
+    silent = Silent(PoolPart(0, 1))
     pool = ShardedPool(version, [silent], 60.0, "answer")
     one = Asking(Engine(model.uri, sharded=[pool]))
     response = TestClient(api.create_app(one.service)).post(
@@ -249,7 +249,7 @@ def test_a_shard_keeps_the_versions_of_each_pool(version, tmp_path):
     for name, numbers in (("replies", 5), ("articles", 1)):
         for number in range(numbers):
             shutil.copytree(version, tmp_path / name / f"v-{number}")
-    shard, timers = PoolShard(Share(0, 2), 60.0), threading.enumerate()
+    shard, timers = PoolShard(PoolPart(0, 2), 60.0), threading.enumerate()
     shard.preload(str(tmp_path / "articles" / "v-0"))
     for number in range(5):
         shard.preload(str(tmp_path / "replies" / f"v-{number}"))

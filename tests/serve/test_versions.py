@@ -22,8 +22,8 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
-from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import make_current
+from pipeline.pools.lock import is_leased
+from pipeline.pools.pool import make_current
 from serve import versions
 from serve.engine import Engine
 from serve.follower import Follower, close_later

@@ -15,12 +15,12 @@ import torch
 
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
+from pipeline.engine.resources import best_device
 from pipeline.evaluation.questions import Question, Questions, questions
 from pipeline.evaluation.ranking import Latency, PreparedCross, PreparedDual, latency
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ranker_config
-from pipeline.tasks.resources import best_device
 
 # Tables 5 and 9, ms: BERT-base on an 80-core Xeon, and on a Quadro GP100; means of 100 contexts.
 _PAPER = {

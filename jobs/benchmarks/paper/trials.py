@@ -30,14 +30,13 @@ from pipeline import storage, tracking
 from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse, to_dict
-from pipeline.drafts import draft, request_of
+from pipeline.engine.draft import draft, request_of
+from pipeline.engine.resources import Actors, cpus_each, fitting, precision_of_tasks
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
 from pipeline.models.precision import Precision
 from pipeline.models.sources import Source, open_encoder
-from pipeline.tasks.actors import Actors
-from pipeline.tasks.failures import cause_of
-from pipeline.tasks.resources import cpus_each, fitting, precision_of_tasks
+from pipeline.storage.failures import cause_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"

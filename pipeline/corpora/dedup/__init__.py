@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import cost, shards, storage
-from pipeline.artifact import Artifact
+from pipeline import cost, storage
+from pipeline.artifact import Artifact, FileEntry
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
@@ -31,8 +31,9 @@ from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, keep_mask, read
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
-from pipeline.drafts import Draft
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 _BUCKET_BYTES = 128 << 20  # of keys; some 1 GB while they are sorted
 _SAMPLE_CHARACTERS = 2000
@@ -56,7 +57,7 @@ def clean(
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
-    records += shards.run_tasks(draft, plan.tasks("write"), write, "write", TaskRecord)
+    records += run_tasks(draft, plan.tasks("write"), write, "write", TaskRecord)
     return [*records, TaskRecord(files=_copy_others(draft, corpus))]
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards, storage
+from pipeline import storage
 from pipeline.arrays import Bools, Ints
 from pipeline.config import BadInput, require
 from pipeline.corpora import buckets
@@ -50,10 +50,11 @@ from pipeline.corpora.dedup.examples import (
     shard_and_row,
 )
 from pipeline.corpora.dedup.hashing import Hashes
-from pipeline.drafts import Draft
-from pipeline.tasks import executors
-from pipeline.tasks.executors import Shared
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
+from pipeline.engine.executors import ObjectRef
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 _GRAMS = pa.schema(
     [("gram", pa.uint64()), ("set", pa.int32()), ("group", pa.uint64()), ("id", pa.string())]
@@ -168,15 +169,13 @@ def drop(
 ) -> list[TaskRecord]:
     """Files the drops of the tasks "match-…"; returns their records. Needs the index of the sets."""
     suspect_tasks = plan.tasks("suspects", "train")
-    shared = executors.share(_read_filter(draft, layout))
-    look_up = functools.partial(_look_up, plan=plan, options=options, shared=shared)
-    look_up_records = shards.run_tasks(
-        draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord
-    )
+    filter_ref = executors.put(_read_filter(draft, layout))
+    look_up = functools.partial(_look_up, plan=plan, options=options, filter_ref=filter_ref)
+    look_up_records = run_tasks(draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord)
     match = functools.partial(_match, plan=plan, names=set_names(sets), n=options.ngram_words)
     with layout.executor():
         tasks = bucket_tasks("match", layout.bucket_count)
-        return look_up_records + shards.run_tasks(draft, tasks, match, "contaminated", TaskRecord)
+        return look_up_records + run_tasks(draft, tasks, match, "contaminated", TaskRecord)
 
 
 def build_index(
@@ -189,7 +188,7 @@ def build_index(
     files = [(uri, number) for number, evaluation in enumerate(sets) for uri in evaluation.files]
     tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
     collect = functools.partial(_collect, files=files, layout=layout, options=options)
-    records = shards.run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
+    records = run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
     for number, evaluation in enumerate(sets):
         ngram_counts = [
             r.ngrams
@@ -204,9 +203,7 @@ def build_index(
     index = functools.partial(_index, parts=list(tasks), layout=layout, options=options)
     with layout.executor():
         tasks = bucket_tasks("evaluation-index", layout.bucket_count)
-        index_records = shards.run_tasks(
-            draft, tasks, index, "evaluation sets: index", NgramsRecord
-        )
+        index_records = run_tasks(draft, tasks, index, "evaluation sets: index", NgramsRecord)
     return any(record.ngrams for record in index_records)
 
 
@@ -225,9 +222,14 @@ def _read_filter(draft: Draft, layout: Layout) -> Filter:
 
 
 def _look_up(
-    draft: Draft, task: str, number: int, plan: DedupPlan, options: Options, shared: Shared[Filter]
+    draft: Draft,
+    task: str,
+    number: int,
+    plan: DedupPlan,
+    options: Options,
+    filter_ref: ObjectRef[Filter],
 ) -> TaskRecord:
-    ngram_filter = shared.get()
+    ngram_filter = filter_ref.get()
     tables = [_SUSPECTS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
         words = compared_words(rows, options.text)

@@ -19,7 +19,7 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import read_pieces, sides
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
 from pipeline.corpora.schema import Split
-from pipeline.files import fingerprints
+from pipeline.storage import fingerprints
 
 ComparedText = Literal["example", "response"]
 """All turns and the response of an example, or the response alone."""

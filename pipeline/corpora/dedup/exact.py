@@ -13,7 +13,6 @@ import functools
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
@@ -28,8 +27,9 @@ from pipeline.corpora.dedup.examples import (
     read_pieces,
     sides,
 )
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 KEY_BYTES = 48  # of one example: hash, place, split, id
 
@@ -38,10 +38,10 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
     """Files the drops of tasks "exact-…"; returns the records of all tasks."""
     hash_ = functools.partial(_hash, plan=plan)
     label = "exact duplicates: hashes"
-    hash_records = shards.run_tasks(draft, plan.tasks("hash"), hash_, label, TaskRecord)
+    hash_records = run_tasks(draft, plan.tasks("hash"), hash_, label, TaskRecord)
     work = functools.partial(_file_duplicates, plan=plan)
     tasks = bucket_tasks("exact", plan.exact_buckets)
-    return hash_records + shards.run_tasks(draft, tasks, work, "exact duplicates", TaskRecord)
+    return hash_records + run_tasks(draft, tasks, work, "exact duplicates", TaskRecord)
 
 
 def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:

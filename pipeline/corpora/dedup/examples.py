@@ -17,7 +17,7 @@ from pipeline.corpora import buckets
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
 
 COMPARED = ["example_id", "context", "response"]
 """Columns that the comparing stages read."""

@@ -17,7 +17,6 @@ import functools
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards
 from pipeline.arrays import Ints
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing, minhash
@@ -35,8 +34,9 @@ from pipeline.corpora.dedup.examples import (
     sides,
 )
 from pipeline.corpora.dedup.hashing import Tokens
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 KEY_BYTES = 24  # of one band of one example
 
@@ -67,7 +67,7 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
     records = list[TaskRecord]()
     for tasks, work, label in stages:
         run = functools.partial(work, plan=plan)
-        records += shards.run_tasks(draft, tasks, run, label, TaskRecord)
+        records += run_tasks(draft, tasks, run, label, TaskRecord)
     return records
 
 

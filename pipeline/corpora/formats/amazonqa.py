@@ -26,15 +26,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import shards, storage
+from pipeline import storage
+from pipeline.artifact import FileEntry
 from pipeline.config import require
 from pipeline.corpora import buckets, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import schema_with
-from pipeline.drafts import Draft
-from pipeline.tasks.records import FileEntry, TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 _SCHEMA = schema_with(("product_id", pa.string()))
 _PAIRS = pa.schema([(name, pa.string()) for name in ("key", "product", "question", "answer")])
@@ -89,13 +91,13 @@ def prepare(
     read = functools.partial(
         _read_file, bucket_count=bucket_count, options=options, reading=reading, privacy=privacy
     )
-    records = shards.run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
+    records = run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
     parts = [part for record in records for part in record.parts]
     build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
     bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(bucket_count)}
     label = "amazonqa: pairs to examples"
-    return [*records, *shards.run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
+    return [*records, *run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -111,8 +113,8 @@ def _read_file(
     reading: raw.Reading,
     privacy: Privacy,
 ) -> PairsRecord:
-    account = file_tasks.Account()
-    pairs = parse(uri, reading, account, options)
+    report = file_tasks.ParseReport()
+    pairs = parse(uri, reading, report, options)
     part_names = list[str]()
     while part := list(itertools.islice(pairs, _PAIRS_PER_PART)):
         keys = [_key(pair) for pair in part]
@@ -120,7 +122,7 @@ def _read_file(
         columns = [keys, *map(list, zip(*part, strict=True))]
         part_names.append(f"{task}-{len(part_names):03d}")
         buckets.write(draft, part_names[-1], pa.table(columns, schema=_PAIRS), bucket, bucket_count)
-    account_record = account.close(draft, task, privacy)
+    account_record = report.close(draft, task, privacy)
     return PairsRecord(
         input=uri,
         parts=part_names,
@@ -138,31 +140,31 @@ def _key(pair: Pair) -> str:
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[Pair]:
     """The pairs of a file, duplicates among them. A record is a pair, or a line without any."""
 
     def length_fault(text: str) -> str:
         return file_tasks.length_fault(text.count(" ") + 1, options.min_words, options.max_words)
 
-    for number, line in raw.read_lines(uri, reading, account.notes):
+    for number, line in raw.read_lines(uri, reading, report.notes):
         if not line.strip():
             continue
         try:
             pairs = pairs_of(line)
         except Malformed as reason:
-            account.records += 1
-            account.malformed.add(str(reason), uri, number, line)
+            report.records += 1
+            report.malformed.add(str(reason), uri, number, line)
             continue
-        account.records += len(pairs) or 1
-        account.counts["dictionaries"] += 1
+        report.records += len(pairs) or 1
+        report.counts["dictionaries"] += 1
         if not pairs:
-            account.dropped.add("no answer", uri, number, line)
+            report.dropped.add("no answer", uri, number, line)
         for pair in pairs:
             if fault := length_fault(pair.question):
-                account.dropped.add(f"question {fault}", uri, number, pair.question)
+                report.dropped.add(f"question {fault}", uri, number, pair.question)
             elif fault := length_fault(pair.answer):
-                account.dropped.add(f"answer {fault}", uri, number, pair.answer)
+                report.dropped.add(f"answer {fault}", uri, number, pair.answer)
             else:
                 yield pair
 

@@ -25,8 +25,8 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 CANDIDATES = 20
 _SELF = "your persona: "
@@ -83,13 +83,13 @@ def _require_one_variant(uris: Sequence[str]) -> None:
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: one per answer."""
     name = raw.plain_name(uri)
     read = _json_turns if name.endswith(".json") else _text_turns
     unusual = 0
-    for dialogue, number, persona, turns, response, candidates in read(uri, reading, account):
+    for dialogue, number, persona, turns, response, candidates in read(uri, reading, report):
         group = f"{name}/{dialogue}"
         if options.persona == "self":
             persona = [text for text in persona if text.startswith(_SELF)]
@@ -108,56 +108,56 @@ def parse(
             "split": split_by_name_or_group(name, group),
         }
     if unusual:
-        account.notes.append(f"{uri}: {unusual:,} examples have not {CANDIDATES} candidates")
+        report.notes.append(f"{uri}: {unusual:,} examples have not {CANDIDATES} candidates")
 
 
-def _text_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
+def _text_turns(uri: str, reading: raw.Reading, report: file_tasks.ParseReport) -> Iterator[_Turn]:
     dialogue, previous = 0, 0
     persona, turns = list[str](), list[str]()
-    for line_number, line in raw.read_lines(uri, reading, account.notes):
+    for line_number, line in raw.read_lines(uri, reading, report.notes):
         if not line.strip():
             continue
-        account.records += 1
+        report.records += 1
         number, _, text = line.partition(" ")
         if not number.isdecimal():  # unlike isdigit, only what int() reads
-            account.malformed.add("no line number", uri, line_number, line)
+            report.malformed.add("no line number", uri, line_number, line)
             continue
         if int(number) <= previous or dialogue == 0:
             dialogue, persona, turns = dialogue + 1, [], []
-            account.counts["dialogues"] += 1
+            report.counts["dialogues"] += 1
         previous = int(number)
         text = text.replace("\\n", "\n")
         if _PERSONA.match(text) and "\t" not in text:
             persona.append(text)
-            account.dropped.add("persona line (part of contexts)", uri, line_number, line)
+            report.dropped.add("persona line (part of contexts)", uri, line_number, line)
             continue
         statement, *fields = text.split("\t")
         response = fields[0] if fields else ""
         if not response:
-            account.malformed.add("no answer after a tab", uri, line_number, line)
+            report.malformed.add("no answer after a tab", uri, line_number, line)
             continue
         candidates = fields[2].split("|") if len(fields) > 2 and fields[2] else None
         context = [*turns, statement]
         turns += [statement, response]
         if candidates and response not in candidates:
-            account.malformed.add("answer not among its candidates", uri, line_number, line)
+            report.malformed.add("answer not among its candidates", uri, line_number, line)
             continue
         yield _Turn(dialogue, previous, persona, context, response, candidates)
 
 
-def _json_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
-    for dialogue, record in json_array.read_objects(uri, reading, account):
+def _json_turns(uri: str, reading: raw.Reading, report: file_tasks.ParseReport) -> Iterator[_Turn]:
+    for dialogue, record in json_array.read_objects(uri, reading, report):
         persona, pairs = record.get("persona"), record.get("dialogue")
         if not _are_texts(persona) or not isinstance(pairs, list) or not pairs:
-            account.malformed.add("no persona or no dialogue", uri, dialogue, str(record))
+            report.malformed.add("no persona or no dialogue", uri, dialogue, str(record))
             continue
-        account.records += len(pairs) - 1  # as of text, each answer is a record
-        account.counts["dialogues"] += 1
+        report.records += len(pairs) - 1  # as of text, each answer is a record
+        report.counts["dialogues"] += 1
         lines = [_SELF + text for text in persona]
         turns: list[str] = []
         for number, pair in enumerate(pairs, start=1):
             if not _are_texts(pair) or len(pair) != 2 or not pair[1]:
-                account.malformed.add("not what was said and an answer", uri, dialogue, str(pair))
+                report.malformed.add("not what was said and an answer", uri, dialogue, str(pair))
                 continue
             yield _Turn(dialogue, number, lines, [*turns, pair[0]], pair[1], None)
             turns += pair

@@ -30,8 +30,8 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_by_name_or_group
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 CANDIDATES = 100
 NONE = "NONE"
@@ -75,7 +75,7 @@ def prepare(
 def parse(
     uri: str,
     reading: raw.Reading,
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     options: Options,
     answers: Answers,
 ) -> Iterator[file_tasks.ParsedRow]:
@@ -84,7 +84,7 @@ def parse(
     Raises BadInput for a test file without its answers.
     """
     name = raw.plain_name(uri)
-    for number, record in json_array.read_objects(uri, reading, account):
+    for number, record in json_array.read_objects(uri, reading, report):
         try:
             group = f"{name}/{_example_id(record)}"
             split = _split(record, name, group)
@@ -94,9 +94,9 @@ def parse(
             choice = _choice(uri, record, split, answers)
         except _Malformed as fault:
             record_json = json.dumps(record, ensure_ascii=False)
-            account.malformed.add(str(fault), uri, number, record_json)
+            report.malformed.add(str(fault), uri, number, record_json)
             continue
-        account.counts["dialogues"] += 1
+        report.counts["dialogues"] += 1
         turns = [
             text if options.speakers == "none" else f"{speaker.replace('_', ' ')}: {text}"
             for speaker, text in messages
@@ -106,13 +106,13 @@ def parse(
             for place, (speaker, text) in enumerate(messages)
             if options.augment and split == "train" and place and speaker == "participant_2"
         ]
-        account.records += len(augmented)
+        report.records += len(augmented)
         for row, context, response, candidates, label in [
             *augmented,
             (f"{name}/{number}", turns, *choice),
         ]:
             if not response.strip():
-                account.dropped.add("empty answer", uri, number, row)
+                report.dropped.add("empty answer", uri, number, row)
                 continue
             yield {
                 "example_id": row,

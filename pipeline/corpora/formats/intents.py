@@ -37,8 +37,8 @@ from pipeline.corpora.schema import (
     schema_with,
     split_by_name_or_group,
 )
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
@@ -90,7 +90,7 @@ class Labelled(NamedTuple):
     out_of_scope: bool = False
 
 
-Layout = Callable[[str, raw.Reading, file_tasks.Account], Iterator[Labelled]]
+Layout = Callable[[str, raw.Reading, file_tasks.ParseReport], Iterator[Labelled]]
 
 
 def prepare(
@@ -149,18 +149,18 @@ def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]
 def parse(
     uri: str,
     reading: raw.Reading,
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     corpus: Corpus,
     options: Options = _AS_PUBLISHED,
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per text."""
     layout = _LAYOUTS[corpus][2]
-    for labelled in layout(uri, reading, account):
+    for labelled in layout(uri, reading, report):
         text, intent = labelled.text.strip(), labelled.intent.strip()
         if not intent:
-            account.malformed.add("no intent", uri, labelled.line, text)
+            report.malformed.add("no intent", uri, labelled.line, text)
         elif not text:
-            account.dropped.add("empty text", uri, labelled.line, intent)
+            report.dropped.add("empty text", uri, labelled.line, intent)
         else:
             yield {
                 "example_id": labelled.id,
@@ -192,16 +192,18 @@ def _id_of_file(uri: str) -> str:
 
 
 def _read_banking(
-    uri: str, reading: raw.Reading, account: file_tasks.Account
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[Labelled]:
     name = _id_of_file(uri)
     columns = {"column text": "text", "column category": "category"}
-    for line, row in tables.read(uri, columns, reading, account):
+    for line, row in tables.read(uri, columns, reading, report):
         id_ = f"{name}/{line}"
         yield Labelled(line, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
 
 
-def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+def _read_clinc(
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport
+) -> Iterator[Labelled]:
     try:
         parts = json.loads(b"".join(raw.read_decompressed(uri)))
     except (raw.Truncated, ValueError, RecursionError) as error:
@@ -215,31 +217,32 @@ def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> 
         assert split is not None
         for number, pair in enumerate(part, start=1):
             text_number += 1
-            account.records += 1
+            report.records += 1
             if isinstance(pair, list) and len(pair) == 2 and all(map(raw.is_text, pair)):
                 id_ = f"{_id_of_file(uri)}/{name}/{number}"
                 text, intent = pair
                 yield Labelled(text_number, id_, text, intent, split, name.startswith("oos_"))
             else:
                 pair_json = json.dumps(pair, ensure_ascii=False)
-                account.malformed.add("not a text and an intent", uri, text_number, pair_json)
+                report.malformed.add("not a text and an intent", uri, text_number, pair_json)
 
 
-def _read_seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+def _read_seq_in(
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport
+) -> Iterator[Labelled]:
     folder, name = storage.parent_of(uri), _id_of_file(uri)
     split = named_split(name)
     if split is None:
         raise BadInput(f"{uri}: the folder names no split; allowed: train, valid, test")
     lines = (
-        raw.read_lines(file, reading, account.notes)
-        for file in (uri, storage.join(folder, "label"))
+        raw.read_lines(file, reading, report.notes) for file in (uri, storage.join(folder, "label"))
     )
     for line, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
         if text is None or intent is None:
             longer = "seq.in" if intent is None else "label"
             raise BadInput(f"{folder}: {longer} has more than the {line - 1:,} lines of the other; "
                            "allowed: seq.in and label with as many lines")  # fmt: skip
-        account.records += 1
+        report.records += 1
         yield Labelled(line, f"{name}/{line}", text[1], intent[1], split)
 
 

@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 80  # of a file that is no array
 def read_objects(
     uri: str,
     reading: raw.Reading,
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     encoding: str = "utf-8",
     opening: str = "[",
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -38,16 +38,16 @@ def read_objects(
     number = 0
     try:
         for number, value in enumerate(_values(uri, encoding, opening), start=1):
-            account.records += 1
+            report.records += 1
             if isinstance(value, dict):
                 yield number, value
             else:
                 value_json = json.dumps(value, ensure_ascii=False)
-                account.malformed.add("not a JSON object", uri, number, value_json)
+                report.malformed.add("not a JSON object", uri, number, value_json)
     except raw.Truncated as error:
         if reading.truncated == "stop":
             raise raw.truncated_input(error, number, "objects") from None
-        account.notes.append(raw.truncation_note(error, number, "objects"))
+        report.notes.append(raw.truncation_note(error, number, "objects"))
 
 
 def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:

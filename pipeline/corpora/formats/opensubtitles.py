@@ -33,8 +33,8 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
@@ -86,7 +86,7 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: at most one per line, whose cleaned text is the response.
 
@@ -97,13 +97,13 @@ def parse(
     part, split, text_lines = "", "", 0
     bounds = (options.min_characters, options.max_characters)
 
-    for number, line in raw.read_lines(uri, reading, account.notes):
+    for number, line in raw.read_lines(uri, reading, report.notes):
         index, place = divmod(number - 1, options.lines_per_part or sys.maxsize)
         if place == 0:
             part = f"{name}-{_letters(index)}" if options.lines_per_part else name
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
-        account.records += 1
+        report.records += 1
         text_lines += bool(line.strip())
         if text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line):
             raise BadInput(
@@ -111,21 +111,21 @@ def parse(
                 "allowed: raw text, one subtitle in a line, as OPUS has it"
             )
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
-            account.malformed.add("line too long", uri, number, line)
+            report.malformed.add("line too long", uri, number, line)
             continue
         if _TIME.search(line):
-            account.dropped.add("time code", uri, number, line)
+            report.dropped.add("time code", uri, number, line)
             continue
         text = clean(line)
         if not text:
-            account.dropped.add("no text", uri, number, line)
+            report.dropped.add("no text", uri, number, line)
             continue
         if not earlier:
-            account.dropped.add("first line of a file", uri, number, line)
+            report.dropped.add("first line of a file", uri, number, line)
         elif fault := file_tasks.length_fault(len(text), *bounds):
-            account.dropped.add(f"response {fault}", uri, number, line)
+            report.dropped.add(f"response {fault}", uri, number, line)
         elif fault := file_tasks.length_fault(len(earlier[-1]), *bounds):
-            account.dropped.add(f"context {fault}", uri, number, earlier[-1])
+            report.dropped.add(f"context {fault}", uri, number, earlier[-1])
         else:
             yield {
                 "example_id": f"{part}/{place + 1}",

@@ -36,8 +36,8 @@ from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _CONTEXT_NAMES = (
     "context",
@@ -186,7 +186,7 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options, root: str
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options, root: str
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
     name, file_split = storage.without_query(uri).removeprefix(root), _split_of_file(uri, options)
@@ -200,17 +200,17 @@ def parse(
         }
         return json.dumps(named_values, ensure_ascii=False, default=str)
 
-    rows = tables.read(uri, options.columns, reading, account, is_turn, options)
+    rows = tables.read(uri, options.columns, reading, report, is_turn, options)
     for number, row in rows:
         try:
             example = _example(row, options, f"{name}/{number}", file_split)
         except Malformed as reason:
-            account.malformed.add(str(reason), uri, number, row_json(row))
+            report.malformed.add(str(reason), uri, number, row_json(row))
             continue
         if empty_side := next(
             (side for side in ("context", "response") if _is_blank(example[side])), ""
         ):
-            account.dropped.add(f"empty {empty_side}", uri, number, row_json(row))
+            report.dropped.add(f"empty {empty_side}", uri, number, row_json(row))
         else:
             yield example
 

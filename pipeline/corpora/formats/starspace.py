@@ -24,8 +24,8 @@ from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
 _BASE = "basedocs"
@@ -63,15 +63,15 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file."""
     file = _PREFIX.sub("", raw.plain_name(uri))
     article_ids: set[str] = set()  # some 100 bytes an article
-    for number, name, sentences in _read_articles(uri, reading, account):
+    for number, name, sentences in _read_articles(uri, reading, report):
         if len(sentences) < 2 or name in article_ids:
             reason = "the same article again" if name in article_ids else "fewer than 2 sentences"
-            account.dropped.add(reason, uri, number, " ".join(sentences))
+            report.dropped.add(reason, uri, number, " ".join(sentences))
             continue
         article_ids.add(name)
         common = {
@@ -86,27 +86,27 @@ def parse(
 
 def _base_articles(
     draft: Draft,
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     uris: list[str],
     reading: raw.Reading,
     options: Options,
 ) -> Iterator[tuple[str, str]]:
     for uri in uris:
-        for _, name, sentences in _read_articles(uri, reading, account):
+        for _, name, sentences in _read_articles(uri, reading, report):
             yield name, articles.article_text(sentences, options)
 
 
 def _read_articles(
-    uri: str, reading: raw.Reading, account: file_tasks.Account
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[tuple[int, str, list[str]]]:
     """(line, id, sentences) of each article of a file; an empty line is none."""
-    for number, line in raw.read_lines(uri, reading, account.notes):
+    for number, line in raw.read_lines(uri, reading, report.notes):
         sentences = [text for part in line.split("\t") if (text := " ".join(part.split()))]
         if not sentences:
             continue
-        account.records += 1
+        report.records += 1
         if line.startswith(_OVERLONG):
-            account.malformed.add("line too long", uri, number, line)
+            report.malformed.add("line too long", uri, number, line)
             continue
         name = hashlib.blake2b("\t".join(sentences).encode(), digest_size=8).hexdigest()
         yield number, name, sentences

@@ -80,14 +80,14 @@ def read(
     uri: str,
     option_columns: Mapping[str, str],
     reading: raw.Reading,
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     takes_column: Callable[[str], object] = lambda name: False,
     form: TableFormat = _PLAIN,
     groups: RowGroups | None = None,
 ) -> Rows:
     """The rows of a file, with at least the columns `option_columns` and those that `takes_column` takes.
 
-    `option_columns`: option → column. `groups`: only these row groups of Parquet. `account` has the broken
+    `option_columns`: option → column. `groups`: only these row groups of Parquet. `report` has the broken
     rows: where they are and why, never their contents, since columns that nobody named may hold personal
     data. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
     column that the file lacks.
@@ -95,22 +95,22 @@ def read(
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
-        return _parquet_rows(uri, option_columns, takes_column, account, groups)
-    lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
+        return _parquet_rows(uri, option_columns, takes_column, report, groups)
+    lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, report.notes)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return iter(())
     lines = itertools.chain([first], lines)
     kind = _file_kind(raw.plain_name(uri), first[1])
     if kind == "json" and (opening := _opening(first[1])):
-        objects = json_array.read_objects(uri, reading, account, form.encoding, opening)
+        objects = json_array.read_objects(uri, reading, report, form.encoding, opening)
         return _json_table(uri, objects, option_columns)
     if kind == "json":
-        return _json_rows(uri, lines, option_columns, account)
+        return _json_rows(uri, lines, option_columns, report)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
-    records = csv_records(uri, lines, account, delimiter, form.quotes)
-    return _csv_rows(uri, records, option_columns, account, form)
+    records = csv_records(uri, lines, report, delimiter, form.quotes)
+    return _csv_rows(uri, records, option_columns, report, form)
 
 
 class RowGroups(NamedTuple):
@@ -175,7 +175,7 @@ def cell_text(value: object) -> str | None:
 
 def first_columns(uri: str, reading: raw.Reading, form: TableFormat = _PLAIN) -> list[str]:
     """The columns of a file's first row; none: it has no row."""
-    rows = read(uri, {}, reading, file_tasks.Account(), lambda name: True, form)
+    rows = read(uri, {}, reading, file_tasks.ParseReport(), lambda name: True, form)
     return list(next(rows, (0, dict[str, Any]()))[1])
 
 
@@ -191,7 +191,7 @@ def require_columns(
     """
 
     def check(uri: str) -> None:
-        next(read(uri, option_columns, reading, file_tasks.Account(), form=form), None)
+        next(read(uri, option_columns, reading, file_tasks.ParseReport(), form=form), None)
 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(check, uris[:_CHECKED_FILES]):
@@ -199,7 +199,11 @@ def require_columns(
 
 
 def csv_records(
-    uri: str, lines: Lines, account: file_tasks.Account, delimiter: str = ",", quotes: bool = True
+    uri: str,
+    lines: Lines,
+    report: file_tasks.ParseReport,
+    delimiter: str = ",",
+    quotes: bool = True,
 ) -> Iterator[tuple[int, list[str]]]:
     """(first line, fields) of each record of CSV that is not blank, the names of the columns first.
 
@@ -256,8 +260,8 @@ def csv_records(
             pushed_back.extendleft(reversed(record_lines[1:]))
             records = csv_reader(record_text())
         if fault:
-            account.records += 1
-            account.malformed.add(fault, uri, record_lines[0][0], detail)
+            report.records += 1
+            report.malformed.add(fault, uri, record_lines[0][0], detail)
         elif fields:
             column_count = len(fields)
             yield record_lines[0][0], fields
@@ -290,20 +294,20 @@ def _csv_rows(
     uri: str,
     records: Iterator[tuple[int, list[str]]],
     option_columns: Mapping[str, str],
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
     _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
     for number, fields in records:
-        account.records += 1
+        report.records += 1
         yield number, dict(zip(columns, fields, strict=True))
 
 
 def _json_rows(
-    uri: str, lines: Lines, option_columns: Mapping[str, str], account: file_tasks.Account
+    uri: str, lines: Lines, option_columns: Mapping[str, str], report: file_tasks.ParseReport
 ) -> Rows:
-    return _json_table(uri, _json_objects(uri, lines, account), option_columns)
+    return _json_table(uri, _json_objects(uri, lines, report), option_columns)
 
 
 def _opening(first_line: str) -> str:
@@ -321,34 +325,34 @@ def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows
     yield from itertools.chain(head, rows)
 
 
-def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
+def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Rows:
     for number, line in lines:
         if not line.strip():
             continue
-        account.records += 1
+        report.records += 1
         if fault := _fault(line):
-            account.malformed.add(fault, uri, number, _size_of_line(line))
+            report.malformed.add(fault, uri, number, _size_of_line(line))
             continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             place = f"{error.msg} at character {error.colno}"
-            account.malformed.add("not JSON", uri, number, place)
+            report.malformed.add("not JSON", uri, number, place)
             continue
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 100,000 brackets
-            account.malformed.add("not JSON", uri, number, str(error))
+            report.malformed.add("not JSON", uri, number, str(error))
             continue
         if isinstance(value, dict):
             yield number, value
         else:
-            account.malformed.add("not a JSON object", uri, number, type(value).__name__)
+            report.malformed.add("not a JSON object", uri, number, type(value).__name__)
 
 
 def _parquet_rows(
     uri: str,
     option_columns: Mapping[str, str],
     takes_column: Callable[[str], object],
-    account: file_tasks.Account,
+    report: file_tasks.ParseReport,
     groups: RowGroups | None,
 ) -> Rows:
     number = groups.rows_before if groups else 0
@@ -368,7 +372,7 @@ def _parquet_rows(
                 for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
                     for row in batch.to_pylist():
                         number += 1
-                        account.records += 1
+                        report.records += 1
                         yield number, row
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
             if stored.error:  # the file may be whole: the task is tried again

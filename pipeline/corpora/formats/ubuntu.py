@@ -29,8 +29,8 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
@@ -69,18 +69,18 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: one per right answer.
 
     Raises BadInput for a file that begins with neither a header nor a line of the text form.
     """
     name = raw.plain_name(uri)
-    for line, turns, answers in _questions(uri, reading, account):
+    for line, turns, answers in _questions(uri, reading, report):
         context = [_text_of(turn, options) for turn in turns if _has_words(turn)]
         if not context or not _has_words(answers[0]):
             reason = "empty answer" if context else "no turn before the answer"
-            account.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
+            report.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
             continue
         texts = [_text_of(answer, options) for answer in answers]
         opening_hash = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
@@ -107,58 +107,60 @@ def _text_of(text: str, options: Options) -> str:
     return " ".join(part.strip() for part in text.split(_MARK)).strip()
 
 
-def _questions(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Question]:
-    lines = raw.read_lines(uri, reading, account.notes)
+def _questions(
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport
+) -> Iterator[_Question]:
+    lines = raw.read_lines(uri, reading, report.notes)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return
     lines = itertools.chain([first], lines)
     if re.match(r"[01]\t", first[1]):
-        yield from _text_questions(uri, lines, account)
+        yield from _text_questions(uri, lines, report)
     else:
-        yield from _csv_questions(uri, lines, account)
+        yield from _csv_questions(uri, lines, report)
 
 
 def _csv_questions(
-    uri: str, lines: tables.Lines, account: file_tasks.Account
+    uri: str, lines: tables.Lines, report: file_tasks.ParseReport
 ) -> Iterator[_Question]:
-    records = tables.csv_records(uri, lines, account)
+    records = tables.csv_records(uri, lines, report)
     _, columns = next(records, (1, []))
     require(columns in (_TRAIN, _RANKED), f"{uri}, header", ",".join(columns)[:_SHOWN_CHARACTERS],
             f"{','.join(_TRAIN)}; {','.join(_RANKED[:3])}, … to {_RANKED[-1]}; or lines that begin with "
             "1 or 0 and a tab")  # fmt: skip
     for number, fields in records:
-        account.records += 1
+        report.records += 1
         record_text = ",".join(fields)
         if columns == _RANKED:
             yield _Question(number, fields[0].split("__eot__"), fields[1:])
         elif fields[2] in _RIGHT:
             yield _Question(number, fields[0].split("__eot__"), fields[1:2])
         elif fields[2] in _WRONG:
-            account.dropped.add("label 0", uri, number, record_text)
+            report.dropped.add("label 0", uri, number, record_text)
         else:
-            account.malformed.add("label is neither 1 nor 0", uri, number, record_text)
+            report.malformed.add("label is neither 1 nor 0", uri, number, record_text)
 
 
 def _text_questions(
-    uri: str, lines: tables.Lines, account: file_tasks.Account
+    uri: str, lines: tables.Lines, report: file_tasks.ParseReport
 ) -> Iterator[_Question]:
     question: _Question | None = None
     for number, line in lines:
         if not line.strip():
             continue
-        account.records += 1
+        report.records += 1
         label, *turns = line.split("\t")
         if label not in _RIGHT + _WRONG or len(turns) < 2:
-            account.malformed.add("not a label, turns and an answer", uri, number, line)
+            report.malformed.add("not a label, turns and an answer", uri, number, line)
         elif label in _RIGHT:
             if question:
                 yield question
             question = _Question(number, turns[:-1], turns[-1:])
         elif question and question.turns == turns[:-1]:
             question.answers.append(turns[-1])
-            account.dropped.add("wrong answer (a candidate)", uri, number, line)
+            report.dropped.add("wrong answer (a candidate)", uri, number, line)
         else:
-            account.malformed.add("wrong answer without the right one", uri, number, line)
+            report.malformed.add("wrong answer without the right one", uri, number, line)
     if question:
         yield question

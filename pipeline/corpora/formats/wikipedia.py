@@ -21,8 +21,8 @@ from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles, wikipedia_extracted, wikipedia_xml
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 
 _SPLIT = (900, 50, 50)
 _SCHEMA = schema_with(("title", pa.string()))
@@ -60,12 +60,12 @@ def prepare(
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+    uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, or of a part of a dump."""
     read = wikipedia_xml if wikipedia_xml.is_dump(uri) else wikipedia_extracted
     article_ids: set[str] = set()  # some 100 bytes an article
-    for article in read.articles(uri, reading, account):
+    for article in read.articles(uri, reading, report):
         all_sentences = [s for text in article.paragraphs for s in articles.split_sentences(text)]
         sentences = [
             text for text in all_sentences if articles.count_words(text) >= options.min_words
@@ -78,7 +78,7 @@ def parse(
         elif article.id in article_ids:
             ruled_out = "the same article again"
         if ruled_out:
-            account.dropped.add(ruled_out, uri, article.place, article.title)
+            report.dropped.add(ruled_out, uri, article.place, article.title)
             continue
         article_ids.add(article.id)
         common = {

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikitext
 from pipeline.corpora.formats.articles import Article
 
@@ -28,19 +28,19 @@ _DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*)">')
 _OVERLONG = raw.OVERLONG.decode()
 
 
-def articles(uri: str, reading: raw.Reading, account: Account) -> Iterator[Article]:
+def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Article]:
     """The documents of a file; text outside of them, and one without an end, is malformed."""
     article: Article | None = None
     number, line = 0, ""
-    for number, line in raw.read_lines(uri, reading, account.notes):
+    for number, line in raw.read_lines(uri, reading, report.notes):
         start = _DOC.match(line) if line.startswith("<doc ") else None
         if start:
             if article:
-                account.malformed.add("document without an end", uri, number, article.title)
-            account.records += 1
+                report.malformed.add("document without an end", uri, number, article.title)
+            report.records += 1
             article = Article(start[1], html.unescape(start[2]), number, [])
             if not (article.id and article.title):
-                account.malformed.add("document without id or title", uri, number, line)
+                report.malformed.add("document without id or title", uri, number, line)
         elif line == "</doc>":
             if article and article.id and article.title:
                 yield article
@@ -48,16 +48,16 @@ def articles(uri: str, reading: raw.Reading, account: Account) -> Iterator[Artic
         elif article:
             article.paragraphs.extend(_paragraphs(line, article.title))
         elif line.startswith("{"):
-            account.records += 1
+            report.records += 1
             if document := _json_article(line, number):
                 yield document
             else:
-                account.malformed.add("no JSON with id, title and text", uri, number, line)
+                report.malformed.add("no JSON with id, title and text", uri, number, line)
         elif line.strip():
-            account.records += 1
-            account.malformed.add("text outside a document", uri, number, line)
+            report.records += 1
+            report.malformed.add("text outside a document", uri, number, line)
     if article:
-        account.malformed.add("document without an end", uri, number, article.title)
+        report.malformed.add("document without an end", uri, number, article.title)
 
 
 def _json_article(line: str, number: int) -> Article | None:

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikitext
 from pipeline.corpora.formats.articles import Article
 
@@ -78,7 +78,7 @@ class _Malformed(Exception):
     """The message is the reason."""
 
 
-def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Article]:
+def articles(part: str, reading: raw.Reading, report: ParseReport) -> Iterator[Article]:
     """The articles of a dump or a part of one; every other page is counted with its reason.
 
     Raises BadInput for a truncated stream, unless `reading` keeps those: then a note says so.
@@ -89,20 +89,20 @@ def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Arti
     place = 0
     try:
         for place, page in enumerate(_pages(uri, start, end), start=1):
-            account.records += 1
+            report.records += 1
             try:
                 article, ruled_out = _article(page, place, hidden)
             except _Malformed as error:
-                account.malformed.add(str(error), part, place, page.decode(errors="replace"))
+                report.malformed.add(str(error), part, place, page.decode(errors="replace"))
                 continue
             if ruled_out:
-                account.dropped.add(ruled_out, part, place, article.title)
+                report.dropped.add(ruled_out, part, place, article.title)
             else:
                 yield article
     except raw.Truncated as error:
         if reading.truncated == "stop":
             raise raw.truncated_input(error, place, "pages") from None
-        account.notes.append(raw.truncation_note(error, place, "pages"))
+        report.notes.append(raw.truncation_note(error, place, "pages"))
 
 
 def _article(page: bytes, place: int, hidden: frozenset[str]) -> tuple[Article, str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from pipeline import cost, shards, storage
+from pipeline import cost, storage
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import languages
@@ -26,8 +26,9 @@ from pipeline.corpora.reddit.partition import read_dumps
 from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
 from pipeline.corpora.reddit.threads import build_bucket
 from pipeline.cost import Estimate
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 __all__ = ["Options", "estimate", "prepare"]
 
@@ -93,7 +94,7 @@ def prepare(
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
     memory = size // buckets * _MEMORY_RATIO
-    bucket_records = shards.run_tasks(
+    bucket_records = run_tasks(
         draft, tasks, build, "reddit: threads to examples", TaskRecord, memory
     )
     return [*block_records.values(), *bucket_records]

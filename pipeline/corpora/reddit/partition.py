@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import shards
+from pipeline import progress
 from pipeline.arrays import Ints
 from pipeline.config import Stopped
 from pipeline.corpora import buckets, raw
@@ -23,11 +23,12 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
-from pipeline.drafts import Draft
-from pipeline.files.retries import DELAYS_S
-from pipeline.shards import Starts
-from pipeline.tasks import costs, executors, progress, resources, waiting
-from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine import executors, report, resources, waiting
+from pipeline.engine.attempts import DIED, MAX_STARTS, AttemptCounter, failed_outcome, run_task
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.engine.run import describe, failures, run_on_cluster
+from pipeline.storage.failures import DELAYS_S
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 # Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
@@ -63,19 +64,20 @@ def read_dumps(
     privacy: Privacy,
 ) -> Records:
     """Returns the records of all files and of all their blocks."""
-    marks = draft.marks()
-    pending_files = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in marks]
+    finished = draft.finished_tasks()
+    pending_files = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in finished]
     stack = ExitStack()
     bar = stack.enter_context(progress.bar(_LABEL, None, unit="comment"))
-    parsed_tasks = {task for task in marks if task.startswith("block")}
-    earlier_records = marks.records(parsed_tasks, TaskRecord).values()
+    parsed_tasks = {task for task in finished if task.startswith("block")}
+    earlier_records = finished.records(parsed_tasks, TaskRecord).values()
     bar.update(sum(record.counts["records"] for record in earlier_records))
     failed: dict[str, str] = {}
-    died_on: dict[str, list[str]] = {}
+    crashed_hosts_by_task: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
     if pending_files:
         block_counts = Counter(_file_of(task) for task in parsed_tasks)
         file_records: dict[str, DumpRecord] = {}
+        counter = None if executors.current() else AttemptCounter.begin()
         rows = _parse_blocks(
             draft,
             pending_files,
@@ -85,7 +87,7 @@ def read_dumps(
             options,
             reading,
             privacy,
-            died_on,
+            counter,
         )
 
         def mark_if_done(file: str) -> None:
@@ -108,21 +110,22 @@ def read_dumps(
             block_counts[_file_of(task)] += 1
             mark_if_done(_file_of(task))
 
-        failed = shards.failures(block_outcomes(), _LABEL, count_block)
+        failed = failures(block_outcomes(), _LABEL, count_block)
+        crashed_hosts_by_task = counter.end() if counter else {}
         for index, uri in pending_files:  # a reader that has begun too often yields no row
             file = f"file-{index:05d}"
-            if file not in file_records and len(died_on.get(file, ())) >= shards.MAX_STARTS:
-                failed[file], inputs[file] = shards.DIED, uri
-        marks = draft.marks()
+            if file not in file_records and len(crashed_hosts_by_task.get(file, ())) >= MAX_STARTS:
+                failed[file], inputs[file] = DIED, uri
+        finished = draft.finished_tasks()
     stack.close()
-    names = sorted(task for task in marks if task.startswith("block"))
-    blocks = marks.records(names, TaskRecord)
+    names = sorted(task for task in finished if task.startswith("block"))
+    blocks = finished.records(names, TaskRecord)
     cost_by_task = {task: record.cost for task, record in blocks.items()}
-    costs.report(costs.Stage(_LABEL, cost_by_task, failed, died_on))
+    report.report(report.Stage(_LABEL, cost_by_task, failed, crashed_hosts_by_task))
     if failed:
-        raise Stopped(shards.describe(failed, inputs, _LABEL))
+        raise Stopped(describe(failed, inputs, _LABEL))
     dumps = [f"file-{index:05d}" for index in range(len(files))]
-    dump_records = marks.records(dumps, DumpRecord)
+    dump_records = finished.records(dumps, DumpRecord)
     for dump in dump_records.values():
         if dump.cut_off and reading.truncated == "stop":
             raise raw.truncated_input(raw.Truncated(dump.cut_off), dump.lines)
@@ -143,20 +146,20 @@ def _parse_blocks(
     options: Options,
     reading: raw.Reading,
     privacy: Privacy,
-    died_on: dict[str, list[str]],
+    counter: AttemptCounter | None,
 ) -> Generator[dict[str, Any], None, None]:
     """A row with its outcome per block, parsed and filed; one per file, with its record, at its end, or with
-    its outcome where it could not be read. Then fills in `died_on`, as `shards.run_on_cluster`."""
+    its outcome where it could not be read. `counter`: None: in this process."""
     read = functools.partial(_read_file, parsed_tasks, block_bytes, options)
     parse = functools.partial(_parse_and_mark, draft, bucket_count, options, privacy, DELAYS_S)
-    if executors.current():
+    if counter is None:
         for index, uri in files:
             file = pa.table({"index": [index], "uri": [uri]})
             for block in read(None, file):
                 yield from parse(None, block).to_pylist()
         return
 
-    def run(dataset: Any, starts: Starts) -> Any:
+    def add_work(dataset: Any, counter: AttemptCounter) -> Any:
         import ray.data
 
         waiting.await_room(1)
@@ -176,7 +179,7 @@ def _parse_blocks(
         return (
             # One file feeds some five parsers.
             dataset.map_batches(
-                functools.partial(read, starts),
+                functools.partial(read, counter),
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=ray.data.TaskPoolStrategy(size=min(files_at_once, len(files))),
@@ -186,7 +189,7 @@ def _parse_blocks(
             # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
             .repartition(target_num_rows_per_block=1)
             .map_batches(
-                functools.partial(parse, starts),
+                functools.partial(parse, counter),
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=_PARSER_CPUS,
@@ -195,7 +198,7 @@ def _parse_blocks(
         )
 
     rows = [{"index": index, "uri": uri} for index, uri in files]
-    yield from shards.run_on_cluster(rows, run, died_on)
+    yield from run_on_cluster(rows, add_work, counter)
 
 
 _READ_ROWS = pa.schema(
@@ -215,7 +218,7 @@ def _read_file(
     parsed_tasks: set[str],
     block_bytes: int,
     options: Options,
-    starts: Starts | None,
+    counter: AttemptCounter | None,
     batch: pa.Table,
 ) -> Iterator[pa.Table]:
     """Streams one dump file: a row per block that is not parsed yet, then one with its record, or with its
@@ -226,7 +229,7 @@ def _read_file(
     """
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
     file = f"file-{index:05d}"
-    if starts and starts.add(file) > shards.MAX_STARTS:
+    if counter and counter.add(file) > MAX_STARTS:
         return
     blocks, line, cut_off, kind, notes = 0, 1, "", None, list[str]()
 
@@ -255,7 +258,7 @@ def _read_file(
         cut_off = str(error)
         notes.append(raw.truncation_note(error, line - 1))
     except Exception as error:
-        yield row(task=file, outcome=json.dumps(shards.failed_outcome(file, error)))
+        yield row(task=file, outcome=json.dumps(failed_outcome(file, error)))
         return
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
     record = DumpRecord(counts=counts, blocks=blocks, lines=line - 1, cut_off=cut_off, notes=notes)
@@ -268,7 +271,7 @@ def _parse_and_mark(
     options: Options,
     privacy: Privacy,
     delays_s: Sequence[float],
-    starts: Starts | None,
+    counter: AttemptCounter | None,
     batch: pa.Table,
 ) -> pa.Table:
     """Parses the block of a row of `_read_file`: a row with its outcome. Other rows pass."""
@@ -279,7 +282,7 @@ def _parse_and_mark(
 
     if row["lines"] is not None:
         block = {"task": row["task"], "argument": row}
-        row["outcome"] = json.dumps(shards.run_task(draft, work, delays_s, starts, block))
+        row["outcome"] = json.dumps(run_task(draft, work, delays_s, counter, block))
     return pa.table(
         {
             "task": [row["task"]],

@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline import shards
 from pipeline.corpora import buckets
-from pipeline.drafts import Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.run import run_tasks
 
 _READ_REQUESTS = 3
 _MERGED_FROM = 1_000_000  # reads of a bucket from a block: minutes
@@ -63,7 +63,7 @@ def merge_blocks(draft: Draft, blocks: Sequence[str], bucket_count: int) -> list
     tasks = {f"merged-{number:05d}": group for number, group in enumerate(groups)}
     work = functools.partial(_merge, bucket_count=bucket_count)
     memory = 3 * buckets.MERGE_BYTES
-    shards.run_tasks(draft, tasks, work, "reddit: blocks merged", TaskRecord, memory)
+    run_tasks(draft, tasks, work, "reddit: blocks merged", TaskRecord, memory)
     return list(tasks)
 
 

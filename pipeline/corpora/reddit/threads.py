@@ -22,8 +22,8 @@ from pipeline.corpora.reddit.comments import (
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
-from pipeline.drafts import ROWS_PER_GROUP, Draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import ROWS_PER_GROUP, Draft
+from pipeline.engine.records import TaskRecord
 
 _SCHEMA = schema_with(
     ("subreddit", pa.string()), ("context_author", pa.string()), ("response_author", pa.string())

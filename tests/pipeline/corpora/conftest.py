@@ -15,9 +15,9 @@ from pipeline import storage
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import Draft
-from pipeline.tasks import executors
-from pipeline.tasks.records import TaskRecord, sum_counts
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline import storage
 from pipeline.corpora import buckets
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
 
 SCHEMA = pa.schema([("number", pa.int64()), ("text", pa.string())])
 

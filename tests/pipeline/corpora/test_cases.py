@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import BadInput
 from pipeline.corpora import reddit
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import intents, opensubtitles, pairs, wikipedia
 from pipeline.corpora.raw import Reading
 
@@ -44,7 +44,7 @@ def test_a_folder_of_variants_is_refused(prepare_here, cases):
 
 def test_russian_articles_have_sentences(cases):
     file = cases / "wiki-cyrillic" / "data" / "wiki_00"
-    rows = list(wikipedia.parse(str(file), Reading(), Account(), wikipedia.Options()))
+    rows = list(wikipedia.parse(str(file), Reading(), ParseReport(), wikipedia.Options()))
     assert len({row["group_id"] for row in rows}) == 40
     assert len(rows) == 200
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import Draft
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.engine.draft import Draft
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,14 +20,14 @@ def test_a_shard_of_long_texts_has_fewer_rows(tmp_path, monkeypatch):
     """50,000 rows of 50 kB each are more than the 2 GiB that an Arrow column of text holds."""
     monkeypatch.setattr(file_tasks, "_CHARACTERS_PER_SHARD", 100)
 
-    def parse(uri, reading, account):
+    def parse(uri, reading, report):
         for number, length in enumerate([10, 10, 70, 99, 1, 5, 200]):
             yield {
                 "example_id": str(number), "group_id": "g", "context": ["c" * (length // 2)],
                 "response": "r" * (length - length // 2), "source": "made", "split": "train",
                 "candidates": ["x" * 10] if number == 2 else None,
             }  # fmt: skip
-            account.records += 1
+            report.records += 1
 
     out = Draft(str(tmp_path), str(tmp_path), "corpus", {}, {}, "")
     privacy = Privacy(redact=False, authors="plain", salt="")
@@ -56,13 +56,13 @@ COMBINED = {
     "pipeline/corpora/file_tasks.py": (1, "a shard, of up to 2^28 characters"),
     "pipeline/corpora/formats/amazonqa.py": (2, "a bucket of pairs, each once"),
     "pipeline/corpora/formats/pairs.py": (1, "ids of a shard"),
-    "pipeline/corpora/made_up/dump_text.py": (1, "a block of comments that are made up"),
+    "jobs/sample_data/dump_text.py": (1, "a block of comments that are made up"),
     "pipeline/corpora/reddit/comments.py": (9, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/lines.py": (2, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/threads.py": (1, "ids; bodies are large_string"),
     "pipeline/corpora/report/survey.py": (4, "2,048 rows"),
-    "pipeline/retrieval/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
+    "pipeline/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
     "pipeline/training/tokenized_corpus.py": (1, "numbers"),
     "pipeline/training/utterance_pairs.py": (1, "numbers"),
 }

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
-from pipeline.drafts import Draft, draft
-from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.engine.draft import Draft, draft
+from pipeline.pools.embed import EmbedConfig
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 
@@ -88,9 +88,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
         fake = type(
             "Fake", (), {"write_table": lambda self, name, table: written.append(table) or {}}
         )
-        patch.setattr(
-            fixed_candidates.shards, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)]
-        )
+        patch.setattr(fixed_candidates, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)])
         (record,) = fixed_candidates.choose_others(
             fake(), fixed_candidates.articles_of_shards(["train"]), wanted, PLAIN, ["held"]
         )

@@ -10,7 +10,7 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import published_counts
 from pipeline.corpora.file_tasks import FileRecord
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.records import TaskRecord
 
 CONVAI2 = "valid_self_original.txt"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.raw import Reading, Rejects, Truncated, line_blocks, read_lines
-from pipeline.drafts import Draft, draft
-from pipeline.tasks.records import TaskRecord
+from pipeline.engine.draft import Draft, draft
+from pipeline.engine.records import TaskRecord
 
 
 def zstd_of_dumps(data: bytes) -> bytes:

@@ -21,8 +21,8 @@ from pipeline.corpora.reddit import Options, languages
 from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import Examples, build_examples, split_of
-from pipeline.drafts import draft
-from pipeline.tasks import costs
+from pipeline.engine import report
+from pipeline.engine.draft import draft
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 Comment = dict[str, Any]
@@ -633,10 +633,10 @@ def test_the_blocks_of_a_dump_are_tasks_with_a_cost(sample_files, tmp_path, acto
     files = [str(file) for file in sorted((sample_files / "reddit_dump").iterdir())]
     out = draft(str(tmp_path / "out"), "corpus", Options(), {})
     privacy = Privacy(redact=False, authors="plain", salt="")
-    with costs.collect_stages() as stages:
+    with report.collect_stages() as stages:
         records = reddit.prepare(out, files, Options(), raw.Reading(), privacy)
     (stage,) = (stage for stage in stages if stage.name == "reddit: dump files to threads")
-    assert list(stage.costs) == [task for task in out.marks() if task.startswith("block")]
+    assert list(stage.costs) == [task for task in out.finished_tasks() if task.startswith("block")]
     assert all(cost.host and cost.peak_memory_bytes for cost in stage.costs.values())
     lines = sum(record.counts.get("records", 0) for record in records)
     assert sum(cost.rows for cost in stage.costs.values()) == lines > 1000

@@ -10,20 +10,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
-from pipeline import shards
 from pipeline.config import Stopped
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, partition
 from pipeline.corpora.reddit.partition import read_dumps
-from pipeline.drafts import Draft
-from pipeline.tasks import costs, executors
-from pipeline.tasks.records import TaskRecord
-from pipeline.tasks.resources import largest_memory
+from pipeline.engine import executors, report
+from pipeline.engine.attempts import failed_outcome
+from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
+from pipeline.engine.resources import largest_memory
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 BLOCK_BYTES = 1 << 18
@@ -65,8 +66,8 @@ def write_submissions(file: str) -> None:
 
 def read(
     out: Draft, files: list[str], options: Options | None = None, privacy: Privacy = PLAIN
-) -> tuple[dict[str, TaskRecord], costs.Stage]:
-    with costs.collect_stages() as stages:
+) -> tuple[dict[str, TaskRecord], report.Stage]:
+    with report.collect_stages() as stages:
         records = read_dumps(
             out, files, 2, BLOCK_BYTES, options or Options(), raw.Reading(), privacy
         )
@@ -130,11 +131,11 @@ def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
     assert "): its process died 4 times" in message
     assert (tmp_path / "deaths").read_text() == "1"
     # All else is done, and the same command does the rest, though a parser dies once more.
-    assert {task for task in out.marks() if task.startswith("file")} == {"file-00001"}
+    assert {task for task in out.finished_tasks() if task.startswith("file")} == {"file-00001"}
     capsys.readouterr()
     records, stage = read(out, dumps, privacy=killing_parser)
     assert comments(records) == 80
-    (task,) = stage.died_on
+    (task,) = stage.crashed_hosts_by_task
     assert task.startswith("block-00000-")
     assert f"{LABEL}: {task} was started again: its process died on " in capsys.readouterr().err
 
@@ -149,10 +150,10 @@ def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
         read(out, dumps, killing_reader)
     assert f"file-00000 ({dumps[0]}): its process died 4 times" in str(stopped.value)
     assert (tmp_path / "deaths").read_text() == "1"
-    assert "file-00001" in out.marks()
+    assert "file-00001" in out.finished_tasks()
     records, stage = read(out, dumps, killing_reader)
     assert comments(records) == 80
-    assert list(stage.died_on) == ["file-00000"]
+    assert list(stage.crashed_hosts_by_task) == ["file-00000"]
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -230,7 +231,7 @@ def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, wher
         with pytest.raises(Stopped) as stopped:
             read(out, dumps)
         assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
-        assert "file-00001" in out.marks()
+        assert "file-00001" in out.finished_tasks()
 
     if where == "on the cluster":
         request.getfixturevalue("local_ray")
@@ -243,12 +244,13 @@ def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, wher
 def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
     out, dumps, monkeypatch, capsys
 ):
-    def rows(*arguments: object) -> Iterator[dict[str, str]]:
-        died_on = arguments[-1]
+    crashed_hosts_by_task: dict[str, list[str]] = {}
+
+    def rows(*_: object) -> Iterator[dict[str, str]]:
         try:
             for number in range(1000):
                 task = f"block-00000-{number:06d}"
-                outcome = shards.failed_outcome(task, OSError("no route to host"))
+                outcome = failed_outcome(task, OSError("no route to host"))
                 yield {
                     "task": task,
                     "input": dumps[0],
@@ -256,9 +258,11 @@ def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
                     "outcome": json.dumps(outcome),
                 }
         finally:
-            died_on["block-00000-000003"] = ["a host"]
+            crashed_hosts_by_task["block-00000-000003"] = ["a host"]
 
     monkeypatch.setattr(partition, "_parse_blocks", rows)
+    counter = SimpleNamespace(end=lambda: crashed_hosts_by_task)
+    monkeypatch.setattr(partition.AttemptCounter, "begin", lambda: counter)
     with pytest.raises(Stopped, match="20 of 20 tasks failed"):
         read_dumps(out, dumps, 2, BLOCK_BYTES, Options(), raw.Reading(), PLAIN)
     assert "block-00000-000003 was started again: its process died on a host" in (

@@ -21,7 +21,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.report import page, survey, text
 from pipeline.corpora.schema import schema_with
-from pipeline.drafts import Draft, draft
+from pipeline.engine.draft import Draft, draft
 
 SCRIPT = "<script>alert('x')</script> & \"quoted\""
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ from pipeline import storage
 from pipeline.corpora import buckets
 from pipeline.corpora.reddit import shuffle
 from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
-from pipeline.drafts import Draft
+from pipeline.engine.draft import Draft
 
 SCHEMA = pa.schema([("number", pa.int64())])
 BLOCKS, BUCKETS, ROWS = 50, 40, 200
@@ -30,10 +30,10 @@ def out(tmp_path, monkeypatch) -> Draft:
         buckets.write(draft, name, rows, rng.integers(BUCKETS, size=ROWS), BUCKETS)
 
     def run(draft, tasks, work, label, kind, memory):
-        for name in [name for name in tasks if name not in draft.marks()]:
+        for name in [name for name in tasks if name not in draft.finished_tasks()]:
             draft.mark(name, work(draft, name, tasks[name]))
 
-    monkeypatch.setattr(shuffle.shards, "run_tasks", run)
+    monkeypatch.setattr(shuffle, "run_tasks", run)
     monkeypatch.setattr(shuffle, "_MERGED_FROM", 1000)
     return draft
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pipeline.engine.resources import Actors
 from pipeline.evaluation import ranking, results
 from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
@@ -23,7 +24,6 @@ from pipeline.evaluation.ranking import (
 )
 from pipeline.evaluation.results import Measurement
 from pipeline.ranking.ranker import Ranker
-from pipeline.tasks.actors import Actors
 
 ASKED = [
     Question("a", ["w1 w2"], ["w3", "w4 w5", "w6"], 0),

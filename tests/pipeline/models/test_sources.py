@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, folder_entries
 from pipeline.config import BadInput
-from pipeline.drafts import draft, folder_entries
+from pipeline.engine.draft import draft
 from pipeline.models import sources
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import BiConfig, PolyConfig

@@ -11,15 +11,15 @@ import torch
 
 from jobs import embed_pool
 from pipeline.artifact import Artifact
-from pipeline.drafts import draft
+from pipeline.engine.draft import draft
 from pipeline.models.exchange import to_sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.pool import make_current
+from pipeline.pools.shard import ROWS
 from pipeline.ranking.ranker import Ranker
-from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.embed import EmbedConfig
-from pipeline.retrieval.pools.pool import make_current
 from tests.helpers import computing_in_fp32
 
 REPLIES = {

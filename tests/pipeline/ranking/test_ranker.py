@@ -147,11 +147,12 @@ def test_an_explanation_is_what_the_score_is_made_of(home: Path, architecture: s
 def test_a_search_finds_the_best_of_all(home: Path):
     ranker, pool = Ranker.load("rankers/poly"), Pool.open(home / "pools" / "replies")
     wanted = ranker.rank(CONTEXT, {key: text for key, (text, _) in REPLIES.items()}, top_k=3)
-    found = pool.search(ranker, CONTEXT, top_k=3)
+    found = ranker.search(pool, CONTEXT, top_k=3)
     assert [(r.index, r.id, r.text) for r in found] == [(r.index, r.id, r.text) for r in wanted]
     assert [r.score for r in found] == pytest.approx([r.score for r in wanted], rel=1e-5)
     assert found.certified and found[0].columns == {"topic": REPLIES[found[0].id][1]}
-    assert len(pool.search(ranker, CONTEXT, top_k=1000)) == len(REPLIES)
+    assert pool.search(ranker, CONTEXT, top_k=3) == found
+    assert len(ranker.search(pool, CONTEXT, top_k=1000)) == len(REPLIES)
 
 
 def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
@@ -168,23 +169,23 @@ def test_a_search_keeps_to_its_filters(home: Path):
     ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
 
     def ids(**filters: object) -> set[str]:
-        return {one.id for one in pool.search(ranker, CONTEXT, **filters)}
+        return {one.id for one in ranker.search(pool, CONTEXT, **filters)}
 
     assert ids(where={"topic": "drinks"}) == {"r2", "r3"}
     assert ids(where={"topic": ["drinks", "trade"]}, deny=["r2"]) == {"r3", "r4"}
     assert ids(allow=["r5", "r1", "gone"]) == {"r1", "r5"}
-    nothing = pool.search(ranker, CONTEXT, allow=[])
+    nothing = ranker.search(pool, CONTEXT, allow=[])
     assert len(nothing) == 0 and nothing.certified
 
 
 def test_a_pool_refuses_another_ranker(home: Path):
     pool = Pool.open("pools/replies")
     with pytest.raises(BadInput, match=r"embedded by the model \w+, not by .*/rankers/bi"):
-        pool.search(Ranker.load("rankers/bi"), CONTEXT)
+        Ranker.load("rankers/bi").search(pool, CONTEXT)
     ranker = Ranker.load("rankers/poly")
     for wrong in ({"context": " "}, {"context": CONTEXT, "top_k": 0}, {"context": 3}):
         with pytest.raises(BadInput, match=r"^(context|top_k): "):
-            pool.search(ranker, **wrong)
+            ranker.search(pool, **wrong)
 
 
 # Where rankers come from
@@ -307,7 +308,7 @@ def test_nothing_slow_is_loaded_before_it_is_needed_and_ray_never(home: Path):
         "from pipeline import BadInput, Pool, Ranker",
         "pool = Pool.open('pools/replies')",
         "ranker = Ranker.load('rankers/poly')",
-        "pool.search(ranker, 'tea ?'); ranker.explain('tea ?', ['no'])",
+        "ranker.search(pool, 'tea ?'); ranker.explain('tea ?', ['no'])",
     ]
     done = subprocess.run(
         [sys.executable, "-c", LOADED], input=json.dumps(steps), capture_output=True, text=True,

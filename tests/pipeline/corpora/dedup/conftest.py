@@ -16,8 +16,8 @@ from pipeline.corpora.dedup import decontaminate
 from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.drafts import draft
-from pipeline.tasks.records import sum_counts
+from pipeline.engine.draft import draft
+from pipeline.engine.records import sum_counts
 
 Row = dict[str, Any]
 

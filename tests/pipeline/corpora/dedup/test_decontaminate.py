@@ -17,8 +17,8 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.decontaminate import Layout, Options
 from pipeline.corpora.dedup.evaluation_sets import open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
-from pipeline.drafts import draft
-from pipeline.tasks import executors
+from pipeline.engine import executors
+from pipeline.engine.draft import draft
 
 ONLY = Duplicates(exact=False, near=False)
 RULE = Options(ngram_words=4, min_words=2)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import amazonqa
 from pipeline.corpora.formats.amazonqa import Options, Pair
 from pipeline.corpora.privacy import Privacy
@@ -34,11 +34,11 @@ def nested(product: str, *questions: tuple[str, list[str]]) -> str:
     ]})  # fmt: skip
 
 
-def read(folder: Path, text: str | bytes, **options: Any) -> tuple[list[Pair], Account]:
+def read(folder: Path, text: str | bytes, **options: Any) -> tuple[list[Pair], ParseReport]:
     file = folder / "qa.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    account = Account()
-    return list(amazonqa.parse(str(file), Reading(), account, Options(**options))), account
+    report = ParseReport()
+    return list(amazonqa.parse(str(file), Reading(), report, Options(**options))), report
 
 
 @pytest.fixture(scope="session")
@@ -60,24 +60,24 @@ def prepare(prepare_here):
 
 def test_both_forms_of_a_line_give_their_pairs(tmp_path):
     text = f"{line()}\n\n" + nested("B2", (QUESTION, [ANSWER, "Yes, I think so."]), (QUESTION, []))
-    pairs, account = read(tmp_path, text)
+    pairs, report = read(tmp_path, text)
     assert pairs == [
         ("B1", QUESTION, ANSWER),
         ("B2", QUESTION, ANSWER),
         ("B2", QUESTION, "Yes, I think so."),
     ]
-    assert account.records == 3
-    assert not account.malformed.counts and not account.dropped.counts
+    assert report.records == 3
+    assert not report.malformed.counts and not report.dropped.counts
 
 
 def test_words_are_what_spaces_part_and_there_are_4_to_59(tmp_path):
     texts = {n: " ".join(["word"] * n) for n in (3, 4, 59, 60)}
     both = [(first, second) for first in texts for second in texts]
-    pairs, account = read(tmp_path, "\n".join(line(texts[a], texts[b]) for a, b in both))
+    pairs, report = read(tmp_path, "\n".join(line(texts[a], texts[b]) for a, b in both))
     assert [(p.question, p.answer) for p in pairs] == [
         (texts[a], texts[b]) for a in (4, 59) for b in (4, 59)
     ]
-    assert account.dropped.counts == {
+    assert report.dropped.counts == {
         "question too short": 4, "question too long": 4, "answer too short": 2, "answer too long": 2,
     }  # fmt: skip
     assert read(tmp_path, line("two  spaces\tcount", "a  b c"))[0] == []
@@ -111,25 +111,25 @@ def test_words_are_what_spaces_part_and_there_are_4_to_59(tmp_path):
     ],
 )
 def test_a_line_that_is_no_dictionary_of_the_format_is_set_aside(tmp_path, text, reason):
-    pairs, account = read(tmp_path, f"{line()}\n{text}\n{line()}")
+    pairs, report = read(tmp_path, f"{line()}\n{text}\n{line()}")
     assert len(pairs) == 2
-    assert account.records == 3
-    assert account.malformed.counts == {reason: 1}
-    assert [(sample["line"], sample["text"]) for sample in account.malformed.samples] == [
+    assert report.records == 3
+    assert report.malformed.counts == {reason: 1}
+    assert [(sample["line"], sample["text"]) for sample in report.malformed.samples] == [
         (2, text[:2000])
     ]
 
 
 def test_a_line_over_10_mib_is_set_aside_unread(tmp_path):
     long = b"{'asin': 'B1', 'question': '" + b"a b c d " * (11 << 17) + b"', 'answer': 'a b c d'}"
-    pairs, account = read(tmp_path, b"\n".join([line().encode(), long, line().encode()]))
+    pairs, report = read(tmp_path, b"\n".join([line().encode(), long, line().encode()]))
     assert len(pairs) == 2
-    assert account.malformed.counts == {"line too long": 1}
+    assert report.malformed.counts == {"line too long": 1}
 
 
 def test_a_product_without_answers_is_counted(tmp_path):
-    pairs, account = read(tmp_path, nested("B1") + "\n" + nested("B2", (QUESTION, [])))
-    assert (pairs, account.records, account.dropped.counts) == ([], 2, {"no answer": 2})
+    pairs, report = read(tmp_path, nested("B1") + "\n" + nested("B2", (QUESTION, [])))
+    assert (pairs, report.records, report.dropped.counts) == ([], 2, {"no answer": 2})
 
 
 _literals = st.recursive(
@@ -144,9 +144,9 @@ _literals = st.recursive(
 
 @given(st.lists(_literals | st.text(st.characters(exclude_categories=["Cs"])), max_size=6))
 def test_any_lines_are_pairs_or_counted(tmp_path_factory, lines):
-    pairs, account = read(tmp_path_factory.getbasetemp(), "\n".join(lines).encode(errors="replace"))
-    counted = account.dropped.counts.total() + account.malformed.counts.total()
-    assert len(pairs) + counted == account.records
+    pairs, report = read(tmp_path_factory.getbasetemp(), "\n".join(lines).encode(errors="replace"))
+    counted = report.dropped.counts.total() + report.malformed.counts.total()
+    assert len(pairs) + counted == report.records
 
 
 # The whole way

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import convai2
 from pipeline.corpora.raw import Reading
 
@@ -26,28 +26,28 @@ TWO_DIALOGUES = """\
 
 def read(
     folder: Path, text: str, name: str = "train.txt", **options: Any
-) -> tuple[list[dict[str, Any]], Account]:
+) -> tuple[list[dict[str, Any]], ParseReport]:
     (folder / name).write_text(text, encoding="utf-8")
     return read_file(folder / name, **options)
 
 
-def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], Account]:
-    account = Account()
-    rows = convai2.parse(str(file), Reading(), account, convai2.Options(**options))
-    return list(rows), account
+def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
+    report = ParseReport()
+    rows = convai2.parse(str(file), Reading(), report, convai2.Options(**options))
+    return list(rows), report
 
 
 def test_persona_comes_first_then_the_turns_oldest_first(tmp_path):
-    rows, account = read(tmp_path, TWO_DIALOGUES)
+    rows, report = read(tmp_path, TWO_DIALOGUES)
     persona = ["your persona: i like to remodel homes.", "your persona: i have two dogs."]
     assert [(row["context"], row["response"]) for row in rows] == [
         ([*persona, "hi , how are you ?"], "fine , i am painting ."),
         ([*persona, "hi , how are you ?", "fine , i am painting .", "a house ?"], "yes , my own ."),
         (["your persona: i work as a nurse.", "hello ."], "hi there ."),
     ]
-    assert (account.records, account.dropped.counts) == (6, {"persona line (part of contexts)": 3})
-    assert account.counts == {"dialogues": 2}
-    assert not account.malformed.counts
+    assert (report.records, report.dropped.counts) == (6, {"persona line (part of contexts)": 3})
+    assert report.counts == {"dialogues": 2}
+    assert not report.malformed.counts
 
 
 def test_without_candidates_there_is_no_label(tmp_path):
@@ -137,9 +137,9 @@ BOTH = (
     ],
 )
 def test_whose_persona_contexts_begin_with_is_an_option(tmp_path, persona, lines):
-    rows, account = read(tmp_path, BOTH, persona=persona)
+    rows, report = read(tmp_path, BOTH, persona=persona)
     assert [row["context"] for row in rows] == [[*lines, "hi"], [*lines, "hi", "ho", "so ?"]]
-    assert account.dropped.counts == {"persona line (part of contexts)": 3}
+    assert report.dropped.counts == {"persona line (part of contexts)": 3}
 
 
 @pytest.mark.parametrize("ending", ["", "_no_cands"])
@@ -158,16 +158,16 @@ def test_every_variant_of_the_files_is_read(tmp_path, whose, lines, text, ending
     shown = "" if ending else f"\t\t{'|'.join([*wrong, 'ho'])}"
     head = [f"{who}i am {text}." for who in lines]
     numbered = [f"{number} {line}\n" for number, line in enumerate([*head, f"hi\tho{shown}"], 1)]
-    (row,), account = read(tmp_path, "".join(numbered), f"valid_{whose}_{text}{ending}.txt")
+    (row,), report = read(tmp_path, "".join(numbered), f"valid_{whose}_{text}{ending}.txt")
     assert (row["context"], row["response"], row["split"]) == ([*head, "hi"], "ho", "valid")
     assert row["label"] == (None if ending else 19)
-    assert not account.malformed.counts and not account.notes
+    assert not report.malformed.counts and not report.notes
 
 
 def test_another_number_of_candidates_than_20_is_noted(tmp_path):
-    rows, account = read(tmp_path, "1 a\tb\t\tx|b\n2 c\td\n3 e\tf\t\tf|y|z\n")
+    rows, report = read(tmp_path, "1 a\tb\t\tx|b\n2 c\td\n3 e\tf\t\tf|y|z\n")
     assert len(rows) == 3
-    (note,) = account.notes
+    (note,) = report.notes
     assert note.endswith("train.txt: 2 examples have not 20 candidates")
 
 
@@ -182,7 +182,7 @@ XPERSONA = [
 
 def test_json_gives_what_the_text_layout_gives(tmp_path):
     texts, _ = read(tmp_path, TWO_DIALOGUES)
-    rows, account = read(tmp_path, json.dumps(XPERSONA), "train.json")
+    rows, report = read(tmp_path, json.dumps(XPERSONA), "train.json")
     for name in ("context", "response", "candidates", "label", "source", "split"):
         assert [row[name] for row in rows] == [row[name] for row in texts]
     assert [row["example_id"] for row in rows] == [
@@ -190,7 +190,7 @@ def test_json_gives_what_the_text_layout_gives(tmp_path):
         "train.json/1/2",
         "train.json/2/1",
     ]
-    assert (account.records, account.counts, account.dropped.counts) == (3, {"dialogues": 2}, {})
+    assert (report.records, report.counts, report.dropped.counts) == (3, {"dialogues": 2}, {})
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_json_gives_what_the_text_layout_gives(tmp_path):
               {"persona": [1], "dialogue": [["a", "b"]]}, {"persona": [], "dialogue": "ab"}]
 )  # fmt: skip
 def test_an_object_that_is_no_dialogue_is_set_aside(tmp_path, found):
-    rows, account = read(tmp_path, json.dumps([found, XPERSONA[1]]), "train.json")
+    rows, report = read(tmp_path, json.dumps([found, XPERSONA[1]]), "train.json")
     assert [row["group_id"] for row in rows] == ["train.json/2"]
-    assert (account.records, account.malformed.counts) == (2, {"no persona or no dialogue": 1})
+    assert (report.records, report.malformed.counts) == (2, {"no persona or no dialogue": 1})
 
 
 @pytest.mark.parametrize("pair", [["a"], ["a", "b", "c"], ["a", ""], ["a", None], "ab", None])
 def test_a_pair_that_is_none_is_set_aside_and_the_rest_of_the_dialogue_read(tmp_path, pair):
     found = {"persona": [], "dialogue": [["a", "b"], pair, ["c", "d"]]}
-    rows, account = read(tmp_path, json.dumps([found]), "train.json")
+    rows, report = read(tmp_path, json.dumps([found]), "train.json")
     assert [(row["context"], row["response"]) for row in rows] == [
         (["a"], "b"),
         (["a", "b", "c"], "d"),
     ]
-    assert (account.records, account.malformed.counts) == (
+    assert (report.records, report.malformed.counts) == (
         3,
         {"not what was said and an answer": 1},
     )
@@ -231,10 +231,10 @@ def test_a_pair_that_is_none_is_set_aside_and_the_rest_of_the_dialogue_read(tmp_
 )
 def test_a_line_without_an_example_is_set_aside_and_the_rest_is_read(tmp_path, line, reason):
     text = f"1 your persona: x.\n2 a\tb\n{line}\n8 c\td\n"
-    rows, account = read(tmp_path, text)
+    rows, report = read(tmp_path, text)
     assert [row["response"] for row in rows] == ["b", "d"]
-    assert account.malformed.counts == {reason: 1}
-    (sample,) = account.malformed.samples
+    assert report.malformed.counts == {reason: 1}
+    (sample,) = report.malformed.samples
     assert (sample["line"], sample["text"]) == (3, line)
 
 
@@ -247,9 +247,9 @@ _lines = st.builds("{}{}{}".format, st.sampled_from(["", "1 ", "2 ", "3", "³ ",
 def test_every_line_of_any_text_is_an_example_or_counted(tmp_path_factory, lines):
     file = tmp_path_factory.getbasetemp() / "train any text.txt"
     file.write_bytes("\n".join(lines).encode())
-    rows, account = read_file(file)
-    counted = account.dropped.counts.total() + account.malformed.counts.total()
-    assert len(rows) + counted == account.records
+    rows, report = read_file(file)
+    counted = report.dropped.counts.total() + report.malformed.counts.total()
+    assert len(rows) + counted == report.records
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
@@ -299,8 +299,8 @@ def test_parts_of_one_variant_are_read_together(prepare_here, tmp_path):
 
 
 def test_the_sample_files_give_every_answer_with_its_candidates(sample_files):
-    rows, account = read_file(sample_files / "convai2" / "valid_self_original.sample.txt")
-    assert len(rows) > 100 and not account.malformed.counts
+    rows, report = read_file(sample_files / "convai2" / "valid_self_original.sample.txt")
+    assert len(rows) > 100 and not report.malformed.counts
     for row in rows:
         assert len(row["candidates"]) == 20
         assert row["candidates"][row["label"]] == row["response"]
@@ -312,10 +312,10 @@ def test_the_sample_files_give_every_answer_with_its_candidates(sample_files):
 @pytest.mark.parametrize("kind", ["self_original", "both_original", "both_revised"])
 def test_the_official_validation_file_gives_the_published_number_of_examples(shared, kind):
     folder = shared / "data" / "convai2" / "original"
-    rows, account = read_file(folder / f"valid_{kind}_no_cands.first500.txt")
+    rows, report = read_file(folder / f"valid_{kind}_no_cands.first500.txt")
     assert len(rows) == 3907
-    assert len({row["group_id"] for row in rows}) == account.counts["dialogues"] == 500
-    assert not account.malformed.counts
+    assert len({row["group_id"] for row in rows}) == report.counts["dialogues"] == 500
+    assert not report.malformed.counts
 
 
 @pytest.mark.shared
@@ -336,12 +336,12 @@ def test_the_real_persona_variants_are_the_same_dialogues(shared):
 
 @pytest.mark.shared
 def test_the_real_json_is_the_text_file_made_from_it(shared, real_data):
-    rows, account = read_file(shared / "data" / "convai2" / "original" / "En_persona_valid.json")
+    rows, report = read_file(shared / "data" / "convai2" / "original" / "En_persona_valid.json")
     derived = real_data / "convai2" / "derived"
     texts, _ = read_file(derived / "train_self_original_no_cands.txt")
     for name in ("context", "response"):
         assert [row[name] for row in rows] == [row[name] for row in texts]
-    assert (len(rows), account.counts) == (7316, {"dialogues": 1000})
+    assert (len(rows), report.counts) == (7316, {"dialogues": 1000})
 
 
 @pytest.mark.shared
@@ -357,16 +357,14 @@ def test_genuine_records_give_the_contexts_and_candidates_of_parlai(shared, tmp_
             said += [*persona, text]
             theirs.append(([*said], answer, act["label_candidates"], 19))
             said.append(answer)
-        rows, account = read(
-            tmp_path, "".join(f"{at} {line}\n" for at, line in enumerate(lines, 1))
-        )
+        rows, report = read(tmp_path, "".join(f"{at} {line}\n" for at, line in enumerate(lines, 1)))
         assert theirs == [
             (row["context"], row["response"], row["candidates"], row["label"]) for row in rows
         ]
-        assert not account.notes
+        assert not report.notes
 
 
 def test_the_mark_that_some_programs_begin_with_is_no_text(tmp_path):
     plain, _ = read(tmp_path, TWO_DIALOGUES)
-    marked, account = read(tmp_path, "\ufeff" + TWO_DIALOGUES)
-    assert marked == plain and not account.malformed.counts
+    marked, report = read(tmp_path, "\ufeff" + TWO_DIALOGUES)
+    assert marked == plain and not report.malformed.counts

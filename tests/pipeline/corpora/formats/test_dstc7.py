@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import dstc7
 from pipeline.corpora.raw import Reading
 
@@ -47,17 +47,17 @@ def read(
     name: str = "ubuntu_train_subtask_1.json",
     answers: dstc7.Answers | None = None,
     **options: Any,
-) -> tuple[list[dict[str, Any]], Account]:
+) -> tuple[list[dict[str, Any]], ParseReport]:
     (folder / name).write_text(json.dumps(dialogues), encoding="utf-8")
-    account = Account()
+    report = ParseReport()
     rows = dstc7.parse(
-        str(folder / name), Reading(), account, dstc7.Options(**options), answers or {}
+        str(folder / name), Reading(), report, dstc7.Options(**options), answers or {}
     )
-    return list(rows), account
+    return list(rows), report
 
 
 def test_a_dialogue_is_an_example_with_its_100_candidates(tmp_path):
-    (row,), account = read(tmp_path, [dialogue()])
+    (row,), report = read(tmp_path, [dialogue()])
     assert row["context"] == [
         "participant 1: hey",
         "participant 2: hello",
@@ -66,7 +66,7 @@ def test_a_dialogue_is_an_example_with_its_100_candidates(tmp_path):
     assert (row["response"], row["label"]) == ("text of c42", 42)
     assert row["candidates"] == [f"text of c{place}" for place in range(100)]
     assert (row["group_id"], row["split"]) == ("ubuntu_train_subtask_1.json/7", "train")
-    assert (account.records, account.counts) == (1, {"dialogues": 1})
+    assert (report.records, report.counts) == (1, {"dialogues": 1})
 
 
 def test_speakers_can_be_left_out(tmp_path):
@@ -105,7 +105,7 @@ def seven(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_augmented_set_has_an_example_for_every_turn_of_participant_2(tmp_path):
-    rows, account = read(tmp_path, [seven()], augment=True, speakers="none")
+    rows, report = read(tmp_path, [seven()], augment=True, speakers="none")
     assert [("".join(row["context"]), row["response"]) for row in rows] == [
         ("A", "B"), ("ABC", "D"), ("ABCDE", "F"), ("ABCDEFG", "text of c42")
     ]  # fmt: skip
@@ -113,7 +113,7 @@ def test_an_augmented_set_has_an_example_for_every_turn_of_participant_2(tmp_pat
     assert [row["label"] for row in rows] == [None, None, None, 42]
     assert len({row["example_id"] for row in rows}) == 4
     assert len({row["group_id"] for row in rows}) == 1
-    assert (account.records, account.counts) == (4, {"dialogues": 1})
+    assert (report.records, report.counts) == (4, {"dialogues": 1})
 
 
 @pytest.mark.parametrize("split", ["dev", "test"])
@@ -136,8 +136,8 @@ def test_a_training_file_may_have_no_candidates_and_an_id_several_times(tmp_path
         ("text of c42", None, None)
     ] * 2
     assert len({row["example_id"] for row in rows}) == 2
-    _, account = read(tmp_path, [{**found, "data-split": "dev"}])
-    assert account.malformed.counts == {"not 100 candidates": 1}
+    _, report = read(tmp_path, [{**found, "data-split": "dev"}])
+    assert report.malformed.counts == {"not 100 candidates": 1}
 
 
 # Sub-task 4: the right answer may be absent
@@ -154,8 +154,8 @@ def test_in_subtask_4_none_is_one_more_candidate(tmp_path, right, label, respons
 
 
 def test_in_subtask_1_no_right_answer_is_malformed(tmp_path):
-    rows, account = read(tmp_path, [dialogue(**{"options-for-correct-answers": []})])
-    assert (rows, account.malformed.counts) == ([], {"no right answer among the candidates": 1})
+    rows, report = read(tmp_path, [dialogue(**{"options-for-correct-answers": []})])
+    assert (rows, report.malformed.counts) == ([], {"no right answer among the candidates": 1})
 
 
 # The test file and its answers
@@ -189,11 +189,11 @@ def test_further_right_answers_leave_the_candidates(tmp_path):
 
 def test_the_file_of_subtask_4_may_answer_none_but_not_nothing(tmp_path):
     answers = answers_in(tmp_path, "7\tNONE\tNone\n", "ubuntu_responses_subtask_4.tsv")
-    rows, account = read(
+    rows, report = read(
         tmp_path, [unanswered(7, scenario=4), unanswered(8, scenario=4)], answers=answers
     )
     assert [(row["label"], row["response"]) for row in rows] == [(100, "NONE")]
-    assert account.malformed.counts == {"no right answer among the candidates": 1}
+    assert report.malformed.counts == {"no right answer among the candidates": 1}
 
 
 @pytest.mark.parametrize("subtask", [1, 4])
@@ -251,22 +251,22 @@ def test_each_subtask_has_one_file_of_answers_named_after_it(tmp_path, names):
 def test_a_dialogue_that_is_not_of_the_format_is_set_aside_and_the_rest_read(
     tmp_path, changes, reason
 ):
-    rows, account = read(tmp_path, [dialogue(1), dialogue(**changes), "text", dialogue(3)])
+    rows, report = read(tmp_path, [dialogue(1), dialogue(**changes), "text", dialogue(3)])
     assert [row["group_id"][-2:] for row in rows] == ["/1", "/3"]
-    assert account.malformed.counts == {reason: 1, "not a JSON object": 1}
-    assert account.records == 4
-    assert {sample["line"] for sample in account.malformed.samples} == {2, 3}
+    assert report.malformed.counts == {reason: 1, "not a JSON object": 1}
+    assert report.records == 4
+    assert {sample["line"] for sample in report.malformed.samples} == {2, 3}
 
 
 def test_an_empty_answer_makes_no_example(tmp_path):
     empty = [option(f"c{place}", " ") for place in range(100)]
     messages = [{"speaker": f"participant_{who}", "utterance": ""} for who in (1, 2)]
-    rows, account = read(
+    rows, report = read(
         tmp_path,
         [dialogue(**{"options-for-next": empty, "messages-so-far": messages})],
         augment=True,
     )
-    assert (rows, account.records, account.dropped.counts) == ([], 2, {"empty answer": 2})
+    assert (rows, report.records, report.dropped.counts) == ([], 2, {"empty answer": 2})
 
 
 _odd = st.sampled_from([None, 1, "x", [], [1], {}, [{}], [option("c42")], "dev", "test", ...])
@@ -278,9 +278,9 @@ _odd = st.sampled_from([None, 1, "x", [], [1], {}, [{}], [option("c42")], "dev",
 def test_every_dialogue_of_any_array_is_an_example_or_counted(tmp_path_factory, changes, augment):
     folder = tmp_path_factory.getbasetemp()
     found = [dialogue(number, **change) for number, change in enumerate(changes)]
-    rows, account = read(folder, found, answers={1: {}}, augment=augment)
-    counted = account.dropped.counts.total() + account.malformed.counts.total()
-    assert len(rows) + counted == account.records
+    rows, report = read(folder, found, answers={1: {}}, augment=augment)
+    counted = report.dropped.counts.total() + report.malformed.counts.total()
+    assert len(rows) + counted == report.records
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
@@ -338,8 +338,8 @@ def test_contexts_are_those_of_parlai(shared, tmp_path, split):
 @pytest.mark.parametrize(("split", "dialogues"), [("train", 2500), ("dev", 300)])
 def test_real_dialogues_are_read_whole(real_data, split, dialogues):
     file = real_data / "dstc7" / "derived" / f"ubuntu_{split}_subtask_1.json"
-    account = Account()
-    rows = list(dstc7.parse(str(file), Reading(), account, dstc7.Options(speakers="none"), {}))
+    report = ParseReport()
+    rows = list(dstc7.parse(str(file), Reading(), report, dstc7.Options(speakers="none"), {}))
     found = json.loads(file.read_text(encoding="utf-8"))
     assert len(rows) == len(found) == dialogues
     for row, theirs in zip(rows, found, strict=True):
@@ -347,13 +347,13 @@ def test_real_dialogues_are_read_whole(real_data, split, dialogues):
         assert row["response"] == theirs["options-for-correct-answers"][0]["utterance"]
         assert row["candidates"] == [text["utterance"] for text in theirs["options-for-next"]]
         assert row["candidates"][row["label"]] == row["response"]
-    assert not account.malformed.counts and not account.dropped.counts
+    assert not report.malformed.counts and not report.dropped.counts
 
 
 @pytest.mark.shared
 def test_a_real_training_file_is_augmented_by_each_turn_of_participant_2(real_data):
     file = real_data / "dstc7" / "derived" / "ubuntu_train_subtask_1.json"
-    rows = list(dstc7.parse(str(file), Reading(), Account(), dstc7.Options(augment=True), {}))
+    rows = list(dstc7.parse(str(file), Reading(), ParseReport(), dstc7.Options(augment=True), {}))
     expected = Counter(
         message["utterance"]
         for found in json.loads(file.read_text(encoding="utf-8"))

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.classification.texts import ReadConfig
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.formats.pairs import Options
 from pipeline.corpora.raw import Reading
-from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.pools.embed import EmbedConfig
 
 TEXT = "context,response\r\nwas kostet das café ?,drei euro fünfzig\r\nund der tee ?,zwei\r\n"
 ROWS = [("was kostet das café ?", "drei euro fünfzig"), ("und der tee ?", "zwei")]
@@ -21,11 +21,11 @@ ROWS = [("was kostet das café ?", "drei euro fünfzig"), ("und der tee ?", "zwe
 
 def read(file, data, **options):
     file.write_bytes(data)
-    account = Account()
+    report = ParseReport()
     given = Options(**options)
     pairs.require_columns([str(file)], given, Reading())
-    rows = list(pairs.parse(str(file), Reading(), account, given, f"{file.parent}/"))
-    return [(row["context"][0], row["response"]) for row in rows], account
+    rows = list(pairs.parse(str(file), Reading(), report, given, f"{file.parent}/"))
+    return [(row["context"][0], row["response"]) for row in rows], report
 
 
 def refusal(file, data, **options):
@@ -67,17 +67,17 @@ def test_json_lines_have_an_encoding_too(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_utf8_needs_no_option(tmp_path, encoding):
-    rows, account = read(tmp_path / "x.csv", TEXT.encode(encoding))
-    assert (rows, account.malformed.counts) == (ROWS, {})
+    rows, report = read(tmp_path / "x.csv", TEXT.encode(encoding))
+    assert (rows, report.malformed.counts) == (ROWS, {})
 
 
 def test_a_broken_line_of_a_utf8_file_is_damage_and_counted(tmp_path):
     data = (
         TEXT.encode() + b'und der kaffee \xff ?,vier\r\n"zwei\nzeilen \xff",gut\r\nnoch ?,nein\r\n'
     )
-    rows, account = read(tmp_path / "x.csv", data)
+    rows, report = read(tmp_path / "x.csv", data)
     assert rows == [*ROWS, ("noch ?", "nein")]
-    assert account.malformed.counts == {"not UTF-8": 2} and account.records == 5
+    assert report.malformed.counts == {"not UTF-8": 2} and report.records == 5
 
 
 def test_a_broken_byte_that_no_guess_explains_is_refused(tmp_path):
@@ -92,7 +92,7 @@ def test_another_encoding_than_the_named_one_is_refused(tmp_path):
 
 def test_a_set_without_such_an_option_says_how_to_convert_it(tmp_path):
     (tmp_path / "x.csv").write_bytes(TEXT.encode("cp1252"))
-    rows = tables.read(str(tmp_path / "x.csv"), {}, Reading(), Account())
+    rows = tables.read(str(tmp_path / "x.csv"), {}, Reading(), ParseReport())
     with pytest.raises(BadInput, match=r"convert it: iconv -f cp1252 -t utf-8$"):
         list(rows)
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats.json_array import read_objects
 from pipeline.corpora.raw import Reading
 
 
-def read(file: Path, data: bytes, truncated: str = "stop") -> tuple[list[Any], Account]:
+def read(file: Path, data: bytes, truncated: str = "stop") -> tuple[list[Any], ParseReport]:
     file.write_bytes(data)
-    account = Account()
-    return list(read_objects(str(file), Reading(truncated=truncated), account)), account
+    report = ParseReport()
+    return list(read_objects(str(file), Reading(truncated=truncated), report)), report
 
 
 _objects = st.dictionaries(st.text(max_size=5), st.recursive(
@@ -35,9 +35,9 @@ def test_any_array_is_read_as_the_json_module_reads_it(
 ):
     file = tmp_path_factory.getbasetemp() / "any.json"
     data = json.dumps(objects, indent=indent, ensure_ascii=ascii_only)
-    found, account = read(file, data.encode())
+    found, report = read(file, data.encode())
     assert found == list(enumerate(json.loads(data), start=1))
-    assert account.records == len(objects)
+    assert report.records == len(objects)
 
 
 def test_objects_that_lie_across_pieces_of_the_stream_are_whole(tmp_path):
@@ -53,16 +53,16 @@ def test_objects_that_lie_across_pieces_of_the_stream_are_whole(tmp_path):
     "data", [b'\xef\xbb\xbf[{"a": 1}]', b' \n[{"a": 1}]\n', b'[{"a": 1},]', b'[{"a": 1}] rest']
 )
 def test_marks_and_space_around_the_array_do_not_matter(tmp_path, data):
-    found, account = read(tmp_path / "a.json", data)
-    assert (found, account.records) == ([(1, {"a": 1})], 1)
+    found, report = read(tmp_path / "a.json", data)
+    assert (found, report.records) == ([(1, {"a": 1})], 1)
 
 
 def test_what_is_no_object_is_set_aside_and_the_rest_read(tmp_path):
-    found, account = read(tmp_path / "a.json", b'[1, {"a": 1}, "x", [{"a": 2}], null, {"a": 3}]')
+    found, report = read(tmp_path / "a.json", b'[1, {"a": 1}, "x", [{"a": 2}], null, {"a": 3}]')
     assert found == [(2, {"a": 1}), (6, {"a": 3})]
-    assert account.records == 6
-    assert account.malformed.counts == {"not a JSON object": 4}
-    assert [sample["line"] for sample in account.malformed.samples] == [1, 3, 4, 5]
+    assert report.records == 6
+    assert report.malformed.counts == {"not a JSON object": 4}
+    assert [sample["line"] for sample in report.malformed.samples] == [1, 3, 4, 5]
 
 
 def test_a_comma_may_be_missing(tmp_path):
@@ -79,8 +79,8 @@ def test_a_file_that_is_no_array_is_refused_with_its_beginning(tmp_path, data):
 
 @pytest.mark.parametrize("data", [b"", b" \n ", b"[]", b"[ ]\n"])
 def test_an_empty_file_or_array_holds_no_record(tmp_path, data):
-    found, account = read(tmp_path / "a.json", data)
-    assert (found, account.records, account.malformed.counts) == ([], 0, {})
+    found, report = read(tmp_path / "a.json", data)
+    assert (found, report.records, report.malformed.counts) == ([], 0, {})
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_an_array_that_breaks_off_is_refused_with_its_whole_objects_until_told_t
     data = b'[{"a": 1}, {"a": 2}' + rest
     with pytest.raises(BadInput, match=r"a\.json: .* after 2 whole objects; --reading.truncated"):
         read(tmp_path / "a.json", data)
-    found, account = read(tmp_path / "a.json", data, "keep")
+    found, report = read(tmp_path / "a.json", data, "keep")
     assert [value["a"] for _, value in found] == [1, 2]
-    (note,) = account.notes
+    (note,) = report.notes
     assert note.endswith("its 2 whole objects are used")
 
 
@@ -105,9 +105,9 @@ def test_a_compressed_stream_that_is_cut_off_is_treated_alike(tmp_path):
     data = stream.compress(half) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     with pytest.raises(BadInput, match="cut off after 500 whole objects"):
         read(tmp_path / "a.zst", data)
-    found, account = read(tmp_path / "a.zst", data, "keep")
+    found, report = read(tmp_path / "a.zst", data, "keep")
     assert len(found) == half.count(b"}") == 500
-    assert "its 500 whole objects are used" in account.notes[0]
+    assert "its 500 whole objects are used" in report.notes[0]
 
 
 def test_an_object_without_an_end_does_not_fill_the_memory(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import opensubtitles
 from pipeline.corpora.formats.opensubtitles import Options, clean
 from pipeline.corpora.raw import Reading
@@ -19,9 +19,9 @@ from pipeline.corpora.raw import Reading
 
 def read(folder: Path, lines: list[str], name: str = "lines-aaa", **options: Any):
     (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
-    account = Account()
-    rows = list(opensubtitles.parse(str(folder / name), Reading(), account, Options(**options)))
-    return rows, account
+    report = ParseReport()
+    rows = list(opensubtitles.parse(str(folder / name), Reading(), report, Options(**options)))
+    return rows, report
 
 
 # Lines
@@ -57,7 +57,7 @@ def test_names_sounds_and_hyphens_are_taken_out(line, left):
 
 def test_a_line_is_a_response_to_the_lines_before_it_oldest_first(tmp_path):
     lines = [f"This is line number {number}." for number in range(14)]
-    rows, account = read(tmp_path, lines)
+    rows, report = read(tmp_path, lines)
     assert [row["response"] for row in rows] == lines[1:]
     assert rows[0]["context"] == lines[:1]
     assert rows[-1]["context"] == lines[2:13]
@@ -65,30 +65,30 @@ def test_a_line_is_a_response_to_the_lines_before_it_oldest_first(tmp_path):
     assert {(row["group_id"], row["source"], row["candidates"], row["label"]) for row in rows} == {
         ("lines-aaa", "opensubtitles", None, None)
     }
-    assert account.records == 14
-    assert account.dropped.counts == {"first line of a file": 1}
+    assert report.records == 14
+    assert report.dropped.counts == {"first line of a file": 1}
 
 
 @pytest.mark.parametrize("length", [8, 9, 127, 128])
 def test_a_line_of_9_to_127_characters_is_context_and_response(tmp_path, length):
     lines = ["Long enough.", "é" * length, "As long as that."]
-    rows, account = read(tmp_path, lines)
+    rows, report = read(tmp_path, lines)
     if 9 <= length <= 127:
         assert [row["response"] for row in rows] == lines[1:]
         return
     wrong = "short" if length < 9 else "long"
     assert rows == []
-    assert account.dropped.counts == {
+    assert report.dropped.counts == {
         "first line of a file": 1, f"response too {wrong}": 1, f"context too {wrong}": 1,
     }  # fmt: skip
 
 
 def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tmp_path):
-    rows, account = read(tmp_path, ["Hm.", "[DOOR]", "Who is there?", "", "It is me again."])
+    rows, report = read(tmp_path, ["Hm.", "[DOOR]", "Who is there?", "", "It is me again."])
     assert [(row["context"], row["response"]) for row in rows] == [
         (["Hm.", "Who is there?"], "It is me again.")
     ]
-    assert account.dropped.counts == {
+    assert report.dropped.counts == {
         "first line of a file": 1, "no text": 2, "context too short": 1,
     }  # fmt: skip
 
@@ -122,18 +122,18 @@ def test_time_codes_and_tags_within_raw_text_are_taken_out(tmp_path):
         "<i>Where did you put it?</i>",
         "{\\an8}- I have lost it.",
     ]
-    rows, account = read(tmp_path, lines + more)
+    rows, report = read(tmp_path, lines + more)
     assert [row["response"] for row in rows[-2:]] == ["Where did you put it?", "I have lost it."]
-    assert account.dropped.counts == {"first line of a file": 1, "time code": 1}
+    assert report.dropped.counts == {"first line of a file": 1, "time code": 1}
 
 
 @pytest.mark.parametrize("line", ["word " * (11 << 18), "(" * 1_000_000])
 def test_a_line_that_is_too_long_is_set_aside_and_the_others_are_read(tmp_path, line):
-    rows, account = read(tmp_path, ["This is a line.", line, "This is another."])
+    rows, report = read(tmp_path, ["This is a line.", line, "This is another."])
     assert [(row["context"], row["response"]) for row in rows] == [
         (["This is a line."], "This is another.")
     ]
-    assert account.malformed.counts == {"line too long": 1}
+    assert report.malformed.counts == {"line too long": 1}
 
 
 _pieces = [
@@ -168,9 +168,9 @@ def test_any_file_gives_the_pairs_of_its_cleaned_lines(tmp_path_factory, lines, 
         for at in range(1, len(spoken))
         if all(9 <= len(side) <= 127 for side in spoken[at - 1 : at + 1])
     ]
-    rows, account = read(tmp_path_factory.getbasetemp(), lines, earlier_lines=earlier)
+    rows, report = read(tmp_path_factory.getbasetemp(), lines, earlier_lines=earlier)
     assert [(row["context"], row["response"]) for row in rows] == expected
-    assert account.records == len(lines) == len(rows) + account.dropped.counts.total()
+    assert report.records == len(lines) == len(rows) + report.dropped.counts.total()
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
@@ -192,18 +192,18 @@ def test_a_compressed_file_is_the_same_as_it_is_unpacked(tmp_path):
     plain, _ = read(tmp_path, ["This is a line."] * 5)
     packed = tmp_path / "lines-aaa.gz"
     packed.write_bytes(gzip.compress((tmp_path / "lines-aaa").read_bytes()))
-    assert list(opensubtitles.parse(str(packed), Reading(), Account(), Options())) == plain
+    assert list(opensubtitles.parse(str(packed), Reading(), ParseReport(), Options())) == plain
 
 
 def test_one_file_in_parts_is_what_its_parts_are_in_files(tmp_path):
     lines = [f"This is line number {number}." for number in range(28 * 4 - 1)]
-    whole, account = read(tmp_path, lines, "lines", lines_per_part=4)
+    whole, report = read(tmp_path, lines, "lines", lines_per_part=4)
     letters = "abcdefghijklmnopqrstuvwxyz"
     parts = []
     for number, name in enumerate([f"lines-aa{a}" for a in letters] + ["lines-aba", "lines-abb"]):
         parts += read(tmp_path, lines[4 * number : 4 * number + 4], name)[0]
     assert whole == parts
-    assert account.dropped.counts == {"first line of a file": 28}
+    assert report.dropped.counts == {"first line of a file": 28}
 
 
 def test_two_files_of_one_name_are_refused(prepare_here, tmp_path):

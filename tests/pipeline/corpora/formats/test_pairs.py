@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs
 from pipeline.corpora.formats.pairs import Options
 from pipeline.corpora.raw import Reading
@@ -51,11 +51,11 @@ def write(file: Path, rows: list[Row]) -> Path:
 
 def read(
     folder: Path, rows: list[Row], options: Options | None = None, name: str = "rows.jsonl"
-) -> tuple[list[Row], Account]:
+) -> tuple[list[Row], ParseReport]:
     """What one file gives."""
-    file, account = write(folder / name, rows), Account()
+    file, report = write(folder / name, rows), ParseReport()
     root = f"{folder}/"
-    return list(pairs.parse(str(file), Reading(), account, options or Options(), root)), account
+    return list(pairs.parse(str(file), Reading(), report, options or Options(), root)), report
 
 
 # Rows
@@ -64,14 +64,14 @@ def read(
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "csv", "tsv"])
 def test_a_row_is_an_example_in_every_form(tmp_path, form):
     rows = [{**FULL, "context": "how are\nyou ?"}, {**FULL, "context": 'and, "you" ?', "id": "2"}]
-    found, account = read(tmp_path, rows, ALL, f"rows.{form}")
+    found, report = read(tmp_path, rows, ALL, f"rows.{form}")
     common = {"group_id": "g", "response": "fine .", "candidates": ["no .", "fine ."], "label": 1,
               "source": "pairs", "split": "train"}  # fmt: skip
     assert found == [
         {**common, "example_id": "1", "context": ["how are\nyou ?"]},
         {**common, "example_id": "2", "context": ['and, "you" ?']},
     ]
-    assert account.records == 2
+    assert report.records == 2
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -209,18 +209,18 @@ def test_ids_and_groups_of_a_column_with_gaps_are_whole_numbers(tmp_path):
     ],
 )
 def test_a_row_that_does_not_fit_is_set_aside_and_the_rest_is_read(tmp_path, change, reason):
-    found, account = read(tmp_path, [FULL, {**FULL, **change}, {**FULL, "id": "3"}], ALL)
+    found, report = read(tmp_path, [FULL, {**FULL, **change}, {**FULL, "id": "3"}], ALL)
     assert [row["example_id"] for row in found] == ["1", "3"]
-    assert account.malformed.counts == {reason: 1}
-    (sample,) = account.malformed.samples
+    assert report.malformed.counts == {reason: 1}
+    (sample,) = report.malformed.samples
     assert sample["line"] == 2
 
 
 def test_a_response_that_is_not_among_the_candidates_is_set_aside(tmp_path):
     rows = [{**ASKED, "options": ["no ."]}, {**ASKED, "options": ["fine ."]}]
-    found, account = read(tmp_path, rows, Options(candidates_column="options"))
+    found, report = read(tmp_path, rows, Options(candidates_column="options"))
     assert len(found) == 1
-    assert account.malformed.counts == {"response is not among options": 1}
+    assert report.malformed.counts == {"response is not among options": 1}
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_a_response_that_is_not_among_the_candidates_is_set_aside(tmp_path):
     ],
 )
 def test_a_row_without_text_is_counted(tmp_path, change, side):
-    found, account = read(tmp_path, [ASKED, {**ASKED, **change}])
+    found, report = read(tmp_path, [ASKED, {**ASKED, **change}])
     assert len(found) == 1
-    assert account.dropped.counts == {f"empty {side}": 1}
+    assert report.dropped.counts == {f"empty {side}": 1}
 
 
 _values = st.recursive(
@@ -248,9 +248,9 @@ _rows = st.dictionaries(st.sampled_from(list(FULL)), _values).map(lambda row: {*
 
 @given(st.lists(_rows, max_size=4))
 def test_any_row_is_an_example_that_fits_the_contract_or_counted(tmp_path_factory, rows):
-    found, account = read(tmp_path_factory.getbasetemp(), [FULL, *rows], ALL)
-    counted = account.malformed.counts.total() + account.dropped.counts.total()
-    assert len(found) + counted == account.records == 1 + len(rows)
+    found, report = read(tmp_path_factory.getbasetemp(), [FULL, *rows], ALL)
+    counted = report.malformed.counts.total() + report.dropped.counts.total()
+    assert len(found) + counted == report.records == 1 + len(rows)
     for row in found:
         assert row["response"].strip() and "".join(row["context"]).strip()
         assert (row["candidates"] is None) == (row["label"] is None)
@@ -489,14 +489,12 @@ def test_a_line_that_is_no_row_shows_why_and_where_and_no_content(
     tmp_path, name, lines, reason, text
 ):
     (tmp_path / name).write_bytes(lines)
-    account = Account()
-    list(pairs.parse(str(tmp_path / name), Reading(), account, pairs.Options(), f"{tmp_path}/"))
-    (sample,) = account.malformed.samples
+    report = ParseReport()
+    list(pairs.parse(str(tmp_path / name), Reading(), report, pairs.Options(), f"{tmp_path}/"))
+    (sample,) = report.malformed.samples
     assert (sample["reason"], sample["line"], sample["text"]) == (reason, 2, text)
 
 
 def test_a_rejected_row_shows_no_column_that_nobody_named(tmp_path):
-    _, account = read(
-        tmp_path, [{"context": "hi", "response": "", "phone": "5550100", "who": "Jo"}]
-    )
-    assert json.loads(account.dropped.samples[0]["text"]) == {"context": "hi", "response": ""}
+    _, report = read(tmp_path, [{"context": "hi", "response": "", "phone": "5550100", "who": "Jo"}])
+    assert json.loads(report.dropped.samples[0]["text"]) == {"context": "hi", "response": ""}

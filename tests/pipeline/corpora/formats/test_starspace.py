@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import starspace
 from pipeline.corpora.formats.starspace import Options
 from pipeline.corpora.raw import MAX_LINE_BYTES, Reading
@@ -16,16 +16,16 @@ LINE = "he was born .\tHe wrote  three novels .\tthey are long ."
 SENTENCES = ["he was born .", "He wrote three novels .", "they are long ."]
 
 
-def read(file: Path, data: bytes | str, **options: Any) -> tuple[list[dict[str, Any]], Account]:
+def read(file: Path, data: bytes | str, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
     file.write_bytes(data.encode() if isinstance(data, str) else data)
-    account = Account()
-    return list(starspace.parse(str(file), Reading(), account, Options(**options))), account
+    report = ParseReport()
+    return list(starspace.parse(str(file), Reading(), report, Options(**options))), report
 
 
 def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
     lines = [f"{LINE}\tnumber {n} ." for n in range(100)]
-    rows, account = read(tmp_path / "articles.txt", "\n".join(lines) + "\n")
-    assert account.records == len(rows) == 100
+    rows, report = read(tmp_path / "articles.txt", "\n".join(lines) + "\n")
+    assert report.records == len(rows) == 100
     for number, row in enumerate(rows):
         every = [*SENTENCES, f"number {number} ."]
         (query,) = row["context"]
@@ -57,11 +57,11 @@ def test_a_file_is_the_split_that_its_name_says(tmp_path, name, split):
 def test_articles_that_make_no_example_are_counted(tmp_path):
     long = b"x" * (MAX_LINE_BYTES + (2 << 20))
     data = "\n".join(["one sentence only .", "", "\t \t", f"{LINE}\t", LINE, "a\tb"]).encode()
-    rows, account = read(tmp_path / "train.txt", data + b"\n" + long + b"\n" + LINE.encode())
+    rows, report = read(tmp_path / "train.txt", data + b"\n" + long + b"\n" + LINE.encode())
     assert len(rows) == 2
-    assert account.records == 6
-    assert account.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
-    assert account.malformed.counts == {"line too long": 1}
+    assert report.records == 6
+    assert report.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
+    assert report.malformed.counts == {"line too long": 1}
 
 
 def test_options_are_those_of_article_search(tmp_path):
@@ -80,11 +80,11 @@ def test_compressed_files_are_read(tmp_path):
 @pytest.mark.shared
 def test_the_real_articles_are_all_read(real_data: Path):
     file = real_data / "wikipedia" / "derived_starspace" / "wikipedia_train.txt"
-    account = Account()
-    rows = list(starspace.parse(str(file), Reading(), account, Options()))
+    report = ParseReport()
+    rows = list(starspace.parse(str(file), Reading(), report, Options()))
     lines = file.read_text(encoding="utf-8").splitlines()
-    assert account.records == len(rows) == 1500
-    assert not account.dropped.counts and not account.malformed.counts
+    assert report.records == len(rows) == 1500
+    assert not report.dropped.counts and not report.malformed.counts
     for row, line in zip(rows, lines, strict=True):
         left = [" ".join(text.split()) for text in line.split("\t")]
         assert 5 <= len(left) <= 30

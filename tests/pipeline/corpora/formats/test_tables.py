@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import tables
 from pipeline.corpora.raw import Reading
-from pipeline.files import retries
+from pipeline.storage import failures
 
 WANTED = {"pairs.a_column": "a", "pairs.b_column": "b"}
 ROWS = [{"a": "one", "b": "two"}, {"a": "three, four", "b": 'a "word" of five'}]
 
 
-def read(file: Path, data: bytes | None = None, **more: Any) -> tuple[list[Any], Account]:
+def read(file: Path, data: bytes | None = None, **more: Any) -> tuple[list[Any], ParseReport]:
     if data is not None:
         file.write_bytes(data)
-    account = Account()
-    return list(tables.read(str(file), WANTED, Reading(), account, **more)), account
+    report = ParseReport()
+    return list(tables.read(str(file), WANTED, Reading(), report, **more)), report
 
 
 def as_csv(rows: list[dict[str, str]], columns: list[str], delimiter: str = ",") -> bytes:
@@ -70,9 +70,9 @@ FORMS = {
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_a_json_array_is_a_table(tmp_path, name, indent, mark):
     data = mark + json.dumps(ROWS, indent=indent)
-    rows, account = read(tmp_path / name, data.encode())
+    rows, report = read(tmp_path / name, data.encode())
     assert rows == list(enumerate(ROWS, start=1))
-    assert account.records == 2
+    assert report.records == 2
     form = tables.TableFormat(encoding="utf-16")
     assert read(tmp_path / name, data.encode("utf-16"), form=form)[0] == rows
 
@@ -86,9 +86,9 @@ def test_objects_of_several_lines_are_a_table(tmp_path):
 
 def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     many = [{"a": "x" * 100_000, "b": str(number)} for number in range(120)]
-    rows, account = read(tmp_path / "rows.json", json.dumps(many).encode())
+    rows, report = read(tmp_path / "rows.json", json.dumps(many).encode())
     assert [row["b"] for _, row in rows] == [row["b"] for row in many]
-    assert not account.malformed.counts
+    assert not report.malformed.counts
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
@@ -103,10 +103,10 @@ def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
 @pytest.mark.parametrize("name", ["ROWS.{}", "rows", "rows.txt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, form, name):
-    rows, account = read(tmp_path / name.format(form.upper()), FORMS[form])
+    rows, report = read(tmp_path / name.format(form.upper()), FORMS[form])
     assert [row for _, row in rows] == ROWS
     assert [at for at, _ in rows] == ([2, 3] if form in ("csv", "tsv") else [1, 2])
-    assert account.records == 2
+    assert report.records == 2
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
@@ -157,10 +157,10 @@ def test_any_texts_are_read_as_they_were_written(tmp_path_factory, rows):
         ("x.jsonl", as_json(rows)),
         ("x.parquet", as_parquet(rows)),
     ):
-        found, account = read(folder / name, data)
+        found, report = read(folder / name, data)
         assert [row for _, row in found] == rows
-        assert account.records == len(rows)
-        assert not account.malformed.counts
+        assert report.records == len(rows)
+        assert not report.malformed.counts
 
 
 _pieces = ['"', ",", "\t", "\n", "\n", "{", "}", '"a"', ":1", "x", " ", "\r\n"]
@@ -171,8 +171,8 @@ def test_any_lines_are_rows_or_counted(tmp_path_factory, form, pieces):
     head = b"" if form == "jsonl" else as_csv([], ["a", "b"], "\t" if form == "tsv" else ",")
     file = tmp_path_factory.getbasetemp() / f"any.{form}"
     data = head + b'{"a":1,"b":2}\n' * (form == "jsonl") + "".join(pieces).encode()
-    rows, account = read(file, data)
-    assert len(rows) + account.malformed.counts.total() == account.records
+    rows, report = read(file, data)
+    assert len(rows) + report.malformed.counts.total() == report.records
     lines = [at for at, _ in rows]
     assert lines == sorted(set(lines))
 
@@ -187,10 +187,10 @@ def test_fields_in_quotes_hold_line_breaks_and_rows_know_their_first_line(tmp_pa
 
 def test_quotes_may_be_text_like_any_other(tmp_path):
     data = b'a\tb\n"hm" he said\tI "see"\n"\t"\n'
-    rows, account = read(tmp_path / "x.tsv", data, form=tables.TableFormat(quotes=False))
+    rows, report = read(tmp_path / "x.tsv", data, form=tables.TableFormat(quotes=False))
     assert [row for _, row in rows] == [{"a": '"hm" he said', "b": 'I "see"'}, {"a": '"', "b": '"'}]
-    rows, account = read(tmp_path / "x.tsv", data)
-    assert (len(rows), account.malformed.counts.total()) == (0, 2)
+    rows, report = read(tmp_path / "x.tsv", data)
+    assert (len(rows), report.malformed.counts.total()) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -209,27 +209,27 @@ def test_quotes_may_be_text_like_any_other(tmp_path):
 )
 def test_a_line_that_is_no_row_is_set_aside_and_the_rest_is_read(tmp_path, name, line, reason):
     head, row = (b"a,b\n", b"1,2\n") if name == "x.csv" else (b"", b'{"a": 1, "b": 2}\n')
-    rows, account = read(tmp_path / name, head + row + line.encode() + b"\n" + row)
+    rows, report = read(tmp_path / name, head + row + line.encode() + b"\n" + row)
     assert len(rows) == 2
-    assert account.malformed.counts == {reason: 1}
-    assert account.records == 3
-    (sample,) = account.malformed.samples
+    assert report.malformed.counts == {reason: 1}
+    assert report.records == 3
+    (sample,) = report.malformed.samples
     assert sample["line"] == (3 if head else 2)
     assert not any(word in sample["text"] for word in ("two", "1, 2", "'a'", "[[[", "111"))
 
 
 def test_a_quote_that_is_never_closed_costs_its_own_line(tmp_path):
-    rows, account = read(tmp_path / "x.csv", b'a,b\n1,2\n3,"4\n5,6\n7,8\n')
+    rows, report = read(tmp_path / "x.csv", b'a,b\n1,2\n3,"4\n5,6\n7,8\n')
     expected = [(2, {"a": "1", "b": "2"}), (4, {"a": "5", "b": "6"}), (5, {"a": "7", "b": "8"})]
     assert rows == expected
-    assert account.malformed.counts == {"not CSV: unexpected end of data": 1}
-    assert account.malformed.samples[0]["line"] == 3
+    assert report.malformed.counts == {"not CSV: unexpected end of data": 1}
+    assert report.malformed.samples[0]["line"] == 3
 
 
 def test_quotes_within_a_field_that_has_none_around_it_are_text(tmp_path):
-    rows, account = read(tmp_path / "x.csv", b'a,b\n1,5" and 6" pipes\n2,two\n3,a 6" pipe\n')
+    rows, report = read(tmp_path / "x.csv", b'a,b\n1,5" and 6" pipes\n2,two\n3,a 6" pipe\n')
     assert [row["b"] for _, row in rows] == ['5" and 6" pipes', "two", 'a 6" pipe']
-    assert not account.malformed.counts
+    assert not report.malformed.counts
 
 
 @pytest.mark.parametrize(
@@ -241,39 +241,39 @@ def test_two_stray_quotes_in_different_columns_cost_the_line_of_the_first_one(
 ):
     """Together they are a field of several lines, in a record with more or fewer fields than columns."""
     data = f"a,b,c\n{opened}\n4,5,6\n{closed}\n10,11,12\n".encode()
-    rows, account = read(tmp_path / "x.csv", data)
+    rows, report = read(tmp_path / "x.csv", data)
     assert [(at, ",".join(row.values())) for at, row in rows] == [
         (3, "4,5,6"),
         (4, closed),
         (5, "10,11,12"),
     ]
-    assert account.malformed.counts == {"more or fewer fields than columns": 1}
-    assert (account.malformed.samples[0]["line"], account.records) == (2, 4)
+    assert report.malformed.counts == {"more or fewer fields than columns": 1}
+    assert (report.malformed.samples[0]["line"], report.records) == (2, 4)
 
 
 def test_the_lines_of_a_text_are_no_rows_if_its_record_has_too_many_fields(tmp_path):
     text = "First, do this.\nThen, after that, do this.\nAnd this."
     data = f'a,b,c\n1,how,when,"{text}"\n4,5,6\n'.encode()
-    rows, account = read(tmp_path / "x.csv", data)
+    rows, report = read(tmp_path / "x.csv", data)
     assert [(at, ",".join(row.values())) for at, row in rows] == [(5, "4,5,6")]
-    assert account.malformed.counts == {"more or fewer fields than columns": 1}
-    assert account.records == 2
+    assert report.malformed.counts == {"more or fewer fields than columns": 1}
+    assert report.records == 2
 
 
 def test_a_field_without_an_end_is_given_up_after_some_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(raw, "MAX_LINE_BYTES", 1000)
     data = b'a,b\n1,"2\n' + b"3,4\n" * 400
-    rows, account = read(tmp_path / "x.csv", data)
-    assert account.malformed.counts == {"not CSV: field larger than field limit (1000)": 1}
+    rows, report = read(tmp_path / "x.csv", data)
+    assert report.malformed.counts == {"not CSV: field larger than field limit (1000)": 1}
     assert rows == [(at, {"a": "3", "b": "4"}) for at in range(3, 403)]
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])
 def test_a_line_over_10_mib_is_set_aside_unread(tmp_path, name):
     head, row = (b"a,b\n", b"1,2\n") if name == "x.csv" else (b"", b'{"a": 1, "b": 2}\n')
-    rows, account = read(tmp_path / name, head + row + b"x," * (6 << 20) + b"\n" + row)
+    rows, report = read(tmp_path / name, head + row + b"x," * (6 << 20) + b"\n" + row)
     assert len(rows) == 2
-    assert account.malformed.counts == {"line too long": 1}
+    assert report.malformed.counts == {"line too long": 1}
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -284,10 +284,10 @@ def test_a_file_that_is_cut_off_is_refused_until_it_is_told_to_keep_its_lines(tm
     file = tmp_path / f"rows.{form}.zst"
     with pytest.raises(BadInput, match=f"cut off after {lines} whole lines"):
         read(file, data)
-    account = Account()
-    kept = tables.read(str(file), WANTED, Reading(truncated="keep"), account)
+    report = ParseReport()
+    kept = tables.read(str(file), WANTED, Reading(truncated="keep"), report)
     assert [row for _, row in kept] == ROWS[:1]
-    assert len(account.notes) == 1
+    assert len(report.notes) == 1
 
 
 # Columns
@@ -299,7 +299,7 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, for
     file.write_bytes(FORMS[form])
     wanted = {**WANTED, "pairs.id_column": "key"}
     with pytest.raises(BadInput) as refusal:
-        list(tables.read(str(file), wanted, Reading(), Account()))
+        list(tables.read(str(file), wanted, Reading(), ParseReport()))
     assert str(refusal.value) == (
         f"pairs.id_column: 'key' is not allowed; allowed: the columns of {file}: a, b"
     )
@@ -330,9 +330,9 @@ def test_parquet_is_read_row_group_by_row_group(tmp_path):
     rows = [{"a": f"{n:06d}" * 20, "b": "x"} for n in range(4096)]
     data = as_parquet(rows, row_group_size=1024, compression="none", use_dictionary=False)
     broken = data.replace(b"003000" * 20, b"\xff" * 120)
-    account = Account()
+    report = ParseReport()
     (tmp_path / "x.parquet").write_bytes(broken)
-    found = tables.read(str(tmp_path / "x.parquet"), WANTED, Reading(), account)
+    found = tables.read(str(tmp_path / "x.parquet"), WANTED, Reading(), report)
     assert [row["a"] for _, row in (next(found) for _ in range(1024))][-1] == "001023" * 20
     with pytest.raises(BadInput, match=r"x\.parquet: broken Parquet after 2,048 rows"):
         list(found)
@@ -366,7 +366,7 @@ def failing_reads(monkeypatch):
     def run(fails):
         opened = storage.open_input
         monkeypatch.setattr(storage, "open_input", lambda uri: FailingStream(opened(uri), fails))
-        monkeypatch.setattr(retries.time, "sleep", lambda _: None)
+        monkeypatch.setattr(failures.time, "sleep", lambda _: None)
 
     return run
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import ubuntu
 from pipeline.corpora.raw import Reading
 
@@ -31,19 +31,19 @@ def table(*rows: list[str]) -> str:
 
 def read(
     folder: Path, text: str, name: str = "train.csv", **options: Any
-) -> tuple[list[dict[str, Any]], Account]:
+) -> tuple[list[dict[str, Any]], ParseReport]:
     (folder / name).write_bytes(text.encode())
     return read_file(folder / name, **options)
 
 
-def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], Account]:
-    account = Account()
-    rows = ubuntu.parse(str(file), Reading(), account, ubuntu.Options(**options))
-    return list(rows), account
+def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
+    report = ParseReport()
+    rows = ubuntu.parse(str(file), Reading(), report, ubuntu.Options(**options))
+    return list(rows), report
 
 
-def counted(account: Account) -> int:
-    return account.malformed.counts.total() + account.dropped.counts.total()
+def counted(report: ParseReport) -> int:
+    return report.malformed.counts.total() + report.dropped.counts.total()
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_a_turn_is_one_text_of_the_context(tmp_path, options, turns, response):
 
 def test_only_rows_with_label_1_are_examples(tmp_path):
     labels = ["1", "0", "1.0", "0.0", "", "2", "-1", "1.00", "true"]
-    rows, account = read(tmp_path, table(TRAIN, *([CONTEXT, f"a{at}", at] for at in labels)))
+    rows, report = read(tmp_path, table(TRAIN, *([CONTEXT, f"a{at}", at] for at in labels)))
     assert [row["response"] for row in rows] == ["a1", "a1.0"]
-    assert account.dropped.counts == {"label 0": 2}
-    assert account.malformed.counts == {"label is neither 1 nor 0": 5}
-    assert account.records == len(labels)
+    assert report.dropped.counts == {"label 0": 2}
+    assert report.malformed.counts == {"label is neither 1 nor 0": 5}
+    assert report.records == len(labels)
 
 
 def test_the_first_of_ten_is_the_right_one(tmp_path):
@@ -77,12 +77,12 @@ def test_the_first_of_ten_is_the_right_one(tmp_path):
 
 def test_quoted_fields_hold_commas_quotes_and_line_breaks(tmp_path):
     text = 'Context,Utterance,Label\r\n"a, ""b""\nc __eot__ d",,1\r\n"e\r\n\r\nf","g",1\r\n'
-    rows, account = read(tmp_path, text.replace(",,1", ',"h\ni",1'))
+    rows, report = read(tmp_path, text.replace(",,1", ',"h\ni",1'))
     assert [(row["context"], row["response"]) for row in rows] == [
         (['a, "b"\nc', "d"], "h\ni"),
         (["e\n\nf"], "g"),
     ]
-    assert account.records == 2
+    assert report.records == 2
 
 
 _fields = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
@@ -91,11 +91,11 @@ _fields = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\
 @given(st.lists(st.tuples(_fields, _fields, st.sampled_from(["1", "0.0"])), max_size=8))
 def test_whatever_a_csv_writer_writes_is_read_back(tmp_path_factory, rows):
     rows = [(f"x{context}x", f"x{answer}x", label) for context, answer, label in rows]
-    found, account = read(tmp_path_factory.getbasetemp(), table(TRAIN, *map(list, rows)))
+    found, report = read(tmp_path_factory.getbasetemp(), table(TRAIN, *map(list, rows)))
     assert [(row["context"], row["response"]) for row in found] == [
         ([context], answer) for context, answer, label in rows if label == "1"
     ]
-    assert account.records == len(rows) == len(found) + counted(account)
+    assert report.records == len(rows) == len(found) + counted(report)
 
 
 _lines = st.lists(
@@ -105,8 +105,8 @@ _lines = st.lists(
 
 @given(st.sampled_from(["Context,Utterance,Label\n", "1\ta\tb\n"]), _lines)
 def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, head, parts):
-    rows, account = read(tmp_path_factory.getbasetemp(), head + "".join(parts))
-    assert len(rows) + counted(account) == account.records
+    rows, report = read(tmp_path_factory.getbasetemp(), head + "".join(parts))
+    assert len(rows) + counted(report) == report.records
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
@@ -120,10 +120,10 @@ def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, hea
 )
 def test_a_row_that_is_none_is_set_aside_and_the_rest_read(tmp_path, row, reason):
     text = table(TRAIN, ["a", "b", "1"]) + f"{row}\n" + "c,d,1\n"
-    rows, account = read(tmp_path, text)
+    rows, report = read(tmp_path, text)
     assert [row["response"] for row in rows] == ["b", "d"]
-    assert (account.malformed.counts, account.records) == ({reason: 1}, 3)
-    assert account.malformed.samples[0]["line"] == 3
+    assert (report.malformed.counts, report.records) == ({reason: 1}, 3)
+    assert report.malformed.samples[0]["line"] == 3
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_row_that_is_none_is_set_aside_and_the_rest_read(tmp_path, row, reason
     ],
 )
 def test_a_row_without_a_text_makes_no_example(tmp_path, context, answer, reason):
-    rows, account = read(tmp_path, table(TRAIN, [context, answer, "1"]))
-    assert (rows, account.dropped.counts) == ([], {reason: 1})
+    rows, report = read(tmp_path, table(TRAIN, [context, answer, "1"]))
+    assert (rows, report.dropped.counts) == ([], {reason: 1})
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ TEXT = "1\thi\twith what?\tmy screen\n0\thi\twith what?\tfour\n0\thi\twith what?
 
 
 def test_in_the_text_form_wrong_answers_follow_the_right_one(tmp_path):
-    rows, account = read(tmp_path, TEXT, "test.txt")
+    rows, report = read(tmp_path, TEXT, "test.txt")
     assert [(row["context"], row["response"], row["candidates"], row["label"]) for row in rows] == [
         (["hi", "with what?"], "my screen", ["my screen", "four", "five"], 0),
         (["bye"], "see you", None, None),
     ]
-    assert account.dropped.counts == {"wrong answer (a candidate)": 2}
-    assert (account.records, rows[0]["split"]) == (4, "test")
+    assert report.dropped.counts == {"wrong answer (a candidate)": 2}
+    assert (report.records, rows[0]["split"]) == (4, "test")
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_in_the_text_form_wrong_answers_follow_the_right_one(tmp_path):
     ],
 )
 def test_a_line_of_text_that_is_no_answer_is_set_aside(tmp_path, line, reason):
-    rows, account = read(tmp_path, f"1\ta\tb\n{line}\n0\ta\tc\n", "train.txt")
+    rows, report = read(tmp_path, f"1\ta\tb\n{line}\n0\ta\tc\n", "train.txt")
     assert [row["candidates"] for row in rows] == [["b", "c"]]
-    assert account.malformed.counts == {reason: 1}
+    assert report.malformed.counts == {reason: 1}
 
 
 def test_both_forms_of_the_same_dialogues_give_the_same_examples(tmp_path):
@@ -285,14 +285,14 @@ def test_genuine_records_give_the_texts_of_parlai(shared, tmp_path, split):
 @pytest.mark.shared
 def test_real_rows_are_those_of_the_csv_module(real_data):
     folder = real_data / "ubuntu" / "derived_v2"
-    rows, account = read_file(folder / "valid.csv", end_of_utterance="none")
+    rows, report = read_file(folder / "valid.csv", end_of_utterance="none")
     with (folder / "valid.csv").open(newline="", encoding="utf-8") as stream:
         theirs = list(csv.reader(stream))[1:]
 
     def words(text: str) -> list[str]:
         return text.replace("__eou__", " ").replace("__eot__", " ").split()
 
-    assert len(rows) == len(theirs) == account.records == 2491
+    assert len(rows) == len(theirs) == report.records == 2491
     for row, fields in zip(rows, theirs, strict=True):
         assert words(" ".join(row["context"])) == words(fields[0])
         assert len(row["context"]) == fields[0].count("__eot__")
@@ -302,8 +302,8 @@ def test_real_rows_are_those_of_the_csv_module(real_data):
 
 @pytest.mark.shared
 def test_half_of_the_real_training_rows_are_right(real_data):
-    rows, account = read_file(real_data / "ubuntu" / "derived_v2" / "train.csv")
-    assert (len(rows), account.records) == (35_304, 70_608)
-    assert account.dropped.counts == {"label 0": 35_304}
-    assert not account.malformed.counts
+    rows, report = read_file(real_data / "ubuntu" / "derived_v2" / "train.csv")
+    assert (len(rows), report.records) == (35_304, 70_608)
+    assert report.dropped.counts == {"label 0": 35_304}
+    assert not report.malformed.counts
     assert len({row["group_id"] for row in rows}) == 9_010  # 3 of 9,013 dialogues begin as others

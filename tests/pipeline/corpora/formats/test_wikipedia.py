@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia, wikipedia_extracted
 from pipeline.corpora.formats.wikipedia import Options
 from pipeline.corpora.raw import Reading
@@ -20,18 +20,18 @@ def doc(text: str, name: str = "12", title: str = "Autism") -> str:
     return HEAD.format(id=name, title=title) + text + "\n</doc>\n"
 
 
-def read(folder: Path, text: str, **options: Any) -> tuple[list[dict[str, Any]], Account]:
+def read(folder: Path, text: str, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
     (folder / "wiki_00").write_text(text, encoding="utf-8")
-    account = Account()
+    report = ParseReport()
     uri = str(folder / "wiki_00")
-    return list(wikipedia.parse(uri, Reading(), account, Options(**options))), account
+    return list(wikipedia.parse(uri, Reading(), report, Options(**options))), report
 
 
 # Pairs and search
 
 
 def test_pairs_are_each_sentence_and_the_one_after_it(tmp_path):
-    rows, account = read(tmp_path, doc(" ".join(FOUR[:2]) + "\n\n" + " ".join(FOUR[2:])))
+    rows, report = read(tmp_path, doc(" ".join(FOUR[:2]) + "\n\n" + " ".join(FOUR[2:])))
     assert [(row["context"], row["response"]) for row in rows] == [
         ([FOUR[0]], FOUR[1]),
         ([FOUR[1]], FOUR[2]),
@@ -41,7 +41,7 @@ def test_pairs_are_each_sentence_and_the_one_after_it(tmp_path):
     assert {(row["group_id"], row["title"], row["source"]) for row in rows} == {
         ("12", "Autism", "wikipedia")
     }
-    assert (account.records, account.dropped.counts, account.malformed.counts) == (1, {}, {})
+    assert (report.records, report.dropped.counts, report.malformed.counts) == (1, {}, {})
 
 
 def test_search_asks_with_one_sentence_for_the_article_without_it(tmp_path):
@@ -97,43 +97,43 @@ def test_escaped_titles_and_texts_are_read_as_what_they_mean(tmp_path):
 
 
 def test_empty_and_one_sentence_articles_are_counted(tmp_path):
-    rows, account = read(tmp_path, doc("") + doc(FOUR[0]) + doc(" ".join(FOUR)))
+    rows, report = read(tmp_path, doc("") + doc(FOUR[0]) + doc(" ".join(FOUR)))
     assert len(rows) == 3
-    assert (account.records, account.dropped.counts) == (3, {"fewer than 2 sentences": 2})
+    assert (report.records, report.dropped.counts) == (3, {"fewer than 2 sentences": 2})
 
 
 def test_a_document_without_an_end_is_counted_and_the_others_are_read(tmp_path):
     unclosed = doc(" ".join(FOUR), "1", "Open").replace("</doc>\n", "")
-    rows, account = read(tmp_path, unclosed + doc(" ".join(FOUR), "2") + unclosed)
+    rows, report = read(tmp_path, unclosed + doc(" ".join(FOUR), "2") + unclosed)
     assert {row["group_id"] for row in rows} == {"2"}
-    assert account.records == 3
-    assert account.malformed.counts == {"document without an end": 2}
+    assert report.records == 3
+    assert report.malformed.counts == {"document without an end": 2}
 
 
 def test_text_outside_of_documents_is_counted(tmp_path):
-    rows, account = read(tmp_path, "stray\n\n" + doc(" ".join(FOUR)) + "\nstray too\n")
+    rows, report = read(tmp_path, "stray\n\n" + doc(" ".join(FOUR)) + "\nstray too\n")
     assert len(rows) == 3
-    assert account.malformed.counts == {"text outside a document": 2}
-    assert [sample["line"] for sample in account.malformed.samples] == [1, 9]
+    assert report.malformed.counts == {"text outside a document": 2}
+    assert [sample["line"] for sample in report.malformed.samples] == [1, 9]
 
 
 def test_a_document_that_has_no_id_is_counted(tmp_path):
-    rows, account = read(tmp_path, doc("", name="") + doc(" ".join(FOUR)))
+    rows, report = read(tmp_path, doc("", name="") + doc(" ".join(FOUR)))
     assert len(rows) == 3
-    assert account.malformed.counts["document without id or title"] == 1
+    assert report.malformed.counts["document without id or title"] == 1
 
 
 def test_an_article_that_stands_twice_is_used_once(tmp_path):
     again = doc(" ".join(FOUR[::-1]), "1", "Again")
-    rows, account = read(tmp_path, doc("", "1") + doc(" ".join(FOUR), "1") + again + again)
+    rows, report = read(tmp_path, doc("", "1") + doc(" ".join(FOUR), "1") + again + again)
     assert {row["title"] for row in rows} == {"Autism"}
-    assert account.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
-    assert account.records == 4
+    assert report.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
+    assert report.records == 4
 
 
 def test_disambiguation_pages_are_left_out(tmp_path):
-    rows, account = read(tmp_path, doc(" ".join(FOUR), title="Mercury (disambiguation)"))
-    assert (rows, account.dropped.counts) == ([], {"disambiguation page": 1})
+    rows, report = read(tmp_path, doc(" ".join(FOUR), title="Mercury (disambiguation)"))
+    assert (rows, report.dropped.counts) == ([], {"disambiguation page": 1})
 
 
 # What the extractor leaves over, and its other form
@@ -159,7 +159,7 @@ def test_disambiguation_pages_are_left_out(tmp_path):
 def test_markup_that_the_extractor_left_over_is_taken_out(tmp_path, line, shown):
     (tmp_path / "wiki_00").write_text(doc(line), encoding="utf-8")
     uri = str(tmp_path / "wiki_00")
-    (article,) = wikipedia_extracted.articles(uri, Reading(), Account())
+    (article,) = wikipedia_extracted.articles(uri, Reading(), ParseReport())
     assert article.paragraphs == shown
 
 
@@ -176,8 +176,8 @@ def test_json_lines_give_the_examples_of_documents(tmp_path, title_first):
     text = " ".join(FOUR[:2]) + "\nDungeons &amp; <br>\n" + " ".join(FOUR[2:])
     lines = ("Q&amp;A\n\n" if title_first else "") + text + "\n"
     fields = {"id": "12", "revid": "3", "url": "https://e.org", "title": "Q&A", "text": lines}
-    rows, account = read(tmp_path, json.dumps(fields) + "\n")
-    assert (account.records, account.malformed.counts) == (1, {})
+    rows, report = read(tmp_path, json.dumps(fields) + "\n")
+    assert (report.records, report.malformed.counts) == (1, {})
     assert rows == read(tmp_path, doc(text, title="Q&amp;A"))[0]
     assert {row["title"] for row in rows} == {"Q&A"}
     assert read(tmp_path, json.dumps({**fields, "id": 12}))[0] == rows
@@ -198,15 +198,15 @@ def test_json_lines_give_the_examples_of_documents(tmp_path, title_first):
     ],
 )
 def test_lines_that_are_no_documents_are_counted(tmp_path, line):
-    rows, account = read(tmp_path, line + "\n" + doc(" ".join(FOUR)))
+    rows, report = read(tmp_path, line + "\n" + doc(" ".join(FOUR)))
     assert len(rows) == 3
-    assert (account.records, account.malformed.counts.total()) == (2, 1)
+    assert (report.records, report.malformed.counts.total()) == (2, 1)
 
 
 def test_a_file_of_another_format_is_all_malformed(tmp_path):
-    rows, account = read(tmp_path, '{"id": 1}\n{"id": 2}\n')
-    assert (rows, account.records) == ([], 2)
-    assert account.malformed.counts.total() == 2
+    rows, report = read(tmp_path, '{"id": 1}\n{"id": 2}\n')
+    assert (rows, report.records) == ([], 2)
+    assert report.malformed.counts.total() == 2
 
 
 @pytest.mark.parametrize("option", ["min_words", "queries", "max_article_characters"])
@@ -220,27 +220,27 @@ def test_options_outside_their_range_are_refused(option):
 
 def test_the_sample_files_are_read_to_the_last_article(sample_files):
     folder = sample_files / "wikipedia" / "extracted" / "AA"
-    account = Account()
+    report = ParseReport()
     rows = [
         row
         for file in sorted(folder.iterdir())
-        for row in wikipedia.parse(str(file), Reading(), account, Options(task="search"))
+        for row in wikipedia.parse(str(file), Reading(), report, Options(task="search"))
     ]
-    assert account.records == 60
-    assert len(rows) + account.dropped.counts.total() == 60
-    assert not account.malformed.counts
+    assert report.records == 60
+    assert len(rows) + report.dropped.counts.total() == 60
+    assert not report.malformed.counts
 
 
 @pytest.mark.shared
 def test_the_real_files_are_read_to_the_last_article(real_data):
     """The numbers are those of the data's own description."""
-    account = Account()
+    report = ParseReport()
     seen = bare = 0
     for file in sorted((real_data / "wikipedia" / "extracted_stubs_2018").rglob("wiki_*")):
-        for article in wikipedia_extracted.articles(str(file), Reading(), account):
+        for article in wikipedia_extracted.articles(str(file), Reading(), report):
             seen += 1
             bare += not article.paragraphs
             assert not any("<br" in text or "<ref" in text for text in article.paragraphs)
-    assert (seen, account.records) == (31_597, 31_597)
+    assert (seen, report.records) == (31_597, 31_597)
     assert 20_027 <= bare <= 20_400  # those of lists only, too
-    assert not account.malformed.counts
+    assert not report.malformed.counts

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia, wikipedia_xml
 from pipeline.corpora.formats.wikipedia import Options
 from pipeline.corpora.formats.wikipedia_xml import cut_pages
@@ -56,17 +56,17 @@ def dump(*pages: str) -> bytes:
 
 @pytest.fixture
 def read(tmp_path: Path):
-    """The articles of a file of the given bytes, of all its parts, and the account of them."""
+    """The articles of a file of the given bytes, of all its parts, and the report of them."""
 
-    def run(data: bytes, **reading: Any) -> tuple[list[Any], Account]:
+    def run(data: bytes, **reading: Any) -> tuple[list[Any], ParseReport]:
         (tmp_path / "dump").write_bytes(data)
-        account = Account()
+        report = ParseReport()
         found = [
             article
             for part in wikipedia_xml.parts(str(tmp_path / "dump"))
-            for article in wikipedia_xml.articles(part, Reading(**reading), account)
+            for article in wikipedia_xml.articles(part, Reading(**reading), report)
         ]
-        return found, account
+        return found, report
 
     return run
 
@@ -76,19 +76,19 @@ def read(tmp_path: Path):
 
 def test_a_page_becomes_an_article_of_plain_paragraphs(read):
     text = f"{{{{Infobox}}}}\n{TEXT}\n\n== Heading ==\n[[Datei:A.jpg|mini|Bild]]* & more.\n[[Kategorie:B]]"
-    (article,), account = read(dump(page(12, text, title="Q&A")))
+    (article,), report = read(dump(page(12, text, title="Q&A")))
     assert (article.id, article.title, article.place) == ("12", "Q&A", 1)
     assert article.paragraphs == [" ".join(SENTENCES)]
-    assert (account.records, account.malformed.counts, account.dropped.counts) == (1, {}, {})
+    assert (report.records, report.malformed.counts, report.dropped.counts) == (1, {}, {})
 
 
 @pytest.mark.parametrize("pack", [bytes, bz2.compress, gzip.compress], ids=["plain", "bz2", "gz"])
 @pytest.mark.parametrize("before", ["", "\ufeff", '<?xml version="1.0" encoding="utf-8"?>\n', "\n"])
 def test_a_dump_is_known_by_its_first_bytes(tmp_path, pack, before):
     (tmp_path / "anything").write_bytes(pack(before.encode() + dump(page(1), page(2))))
-    account = Account()
+    report = ParseReport()
     uri = str(tmp_path / "anything")
-    rows = list(wikipedia.parse(uri, Reading(), account, Options()))
+    rows = list(wikipedia.parse(uri, Reading(), report, Options()))
     assert [(row["context"], row["response"]) for row in rows] == [
         ([SENTENCES[0]], SENTENCES[1])
     ] * 2
@@ -96,7 +96,7 @@ def test_a_dump_is_known_by_its_first_bytes(tmp_path, pack, before):
 
 
 def test_pages_that_are_no_articles_are_counted_by_reason(read):
-    articles, account = read(
+    articles, report = read(
         dump(
             page(1, "#REDIRECT [[Two]]", more='\n    <redirect title="Two" />'),
             page(2, " #redirect[[Two]]"),
@@ -111,14 +111,14 @@ def test_pages_that_are_no_articles_are_counted_by_reason(read):
         )
     )
     assert [article.id for article in articles] == ["9", "10"]
-    assert account.records == 10
-    assert account.dropped.counts == {
+    assert report.records == 10
+    assert report.dropped.counts == {
         "redirect": 2,
         "outside the main namespace": 2,
         "no wikitext": 1,
         "disambiguation page": 3,
     }
-    assert [sample["line"] for sample in account.dropped.samples] == list(range(1, 9))
+    assert [sample["line"] for sample in report.dropped.samples] == list(range(1, 9))
 
 
 def test_a_damaged_page_costs_that_page_only(read):
@@ -132,11 +132,11 @@ def test_a_damaged_page_costs_that_page_only(read):
         page(7, "[[a|" * 5000),
     ]
     pages = [text for number, bad in enumerate(broken) for text in (bad, page(100 + number))]
-    articles, account = read(dump(*pages))
+    articles, report = read(dump(*pages))
     assert [article.id for article in articles] == [str(100 + n) for n in range(7)]
-    assert account.records == 14
+    assert report.records == 14
     # The third has its revision's id only in the revision.
-    assert account.malformed.counts == {
+    assert report.malformed.counts == {
         "page that is no XML": 3,
         "page without an end, or too large": 1,
         "page without id, title or text": 2,
@@ -165,18 +165,18 @@ BOMB = (
 def test_a_document_type_is_refused_whatever_it_holds(tmp_path, before):
     (tmp_path / "dump").write_bytes(before.encode() + dump(page(1).replace("It", "&j;")))
     with pytest.raises(BadInput, match=r"allowed: <mediawiki>.* never with a document type"):
-        list(wikipedia.parse(str(tmp_path / "dump"), Reading(), Account(), Options()))
+        list(wikipedia.parse(str(tmp_path / "dump"), Reading(), ParseReport(), Options()))
 
 
 def test_a_document_type_and_entities_inside_of_a_dump_are_never_expanded(read):
     inside = '<!DOCTYPE x [<!ENTITY a "aaa"><!ENTITY b SYSTEM "file:///etc/passwd">]>'
-    articles, account = read(
+    articles, report = read(
         dump(
             inside, page(1).replace("It", "&a;&b;"), page(2).replace("<title>", inside + "<title>")
         )
     )
     assert articles == []
-    assert account.malformed.counts == {"page that is no XML": 2}
+    assert report.malformed.counts == {"page that is no XML": 2}
 
 
 def test_memory_is_that_of_a_page_however_long_the_stream():
@@ -263,25 +263,25 @@ ANYWHERE = list(range(5000, len(WHOLE), 5000))
 )
 def test_a_dump_read_in_parts_gives_each_page_once(read, monkeypatch, tmp_path, data, parts):
     monkeypatch.setattr(wikipedia_xml, "PART_BYTES", 1500)
-    articles, account = read(data)
+    articles, report = read(data)
     uris = wikipedia_xml.parts(str(tmp_path / "dump"))
     assert len(uris) == (1 if parts == "one" else -(-len(data) // 1500))
     assert [int(article.id) for article in articles] == list(range(300))
-    assert account.records == 300
+    assert report.records == 300
     whole, _ = read_whole(str(tmp_path / "dump"))
     assert [a.paragraphs for a in articles] == [a.paragraphs for a in whole]
 
 
-def read_whole(uri: str) -> tuple[list[Any], Account]:
-    account = Account()
-    return list(wikipedia_xml.articles(uri, Reading(), account)), account
+def read_whole(uri: str) -> tuple[list[Any], ParseReport]:
+    report = ParseReport()
+    return list(wikipedia_xml.articles(uri, Reading(), report)), report
 
 
 def test_the_streams_of_a_multistream_dump_are_shared_out(read, monkeypatch, tmp_path):
     monkeypatch.setattr(wikipedia_xml, "PART_BYTES", 1500)
     read(multistream(WHOLE, AT_PAGES))
     sizes = [
-        len(list(wikipedia_xml.articles(part, Reading(), Account())))
+        len(list(wikipedia_xml.articles(part, Reading(), ParseReport())))
         for part in wikipedia_xml.parts(str(tmp_path / "dump"))
     ]
     assert sum(sizes) == 300
@@ -311,10 +311,10 @@ def test_a_dump_that_is_cut_off_is_refused_until_it_is_told_to_keep_what_is_ther
         data = bz2.compress(text[: text.index(b"<id>3</id>")]) + bz2.compress(text)[:-20]
     with pytest.raises(BadInput, match=r"after 2 whole pages; --reading\.truncated keep"):
         read(data)
-    articles, account = read(data, truncated="keep")
+    articles, report = read(data, truncated="keep")
     assert [article.id for article in articles] == ["1", "2"]
-    assert account.records == 2
-    assert len(account.notes) == 1 and "its 2 whole pages are used" in account.notes[0]
+    assert report.records == 2
+    assert len(report.notes) == 1 and "its 2 whole pages are used" in report.notes[0]
 
 
 # Real dumps
@@ -329,17 +329,17 @@ def test_the_real_dump_is_read_to_its_last_page(shared: Path):
     pages = re.findall(rb"<page>.*?</page>", data, re.DOTALL)
     main = [text for text in pages if b"<ns>0</ns>" in text]
     redirects = [text for text in main if b"<redirect title=" in text]
-    account = Account()
-    rows = list(wikipedia.parse(str(file), Reading(), account, Options(task="search")))
-    assert account.records == len(pages) == 206
-    assert account.dropped.counts == {
+    report = ParseReport()
+    rows = list(wikipedia.parse(str(file), Reading(), report, Options(task="search")))
+    assert report.records == len(pages) == 206
+    assert report.dropped.counts == {
         "redirect": len(redirects),
         "outside the main namespace": len(pages) - len(main),
         "disambiguation page": 8,
         "fewer than 2 sentences": 1,
     }
-    assert len(rows) == 206 - account.dropped.counts.total() == 97
-    assert not account.malformed.counts and not account.notes
+    assert len(rows) == 206 - report.dropped.counts.total() == 97
+    assert not report.malformed.counts and not report.notes
     texts = {row["title"]: row["response"] for row in rows}
     assert "advocates self-governed societies based on voluntary institutions" in texts["Anarchism"]
     assert not {"Ada", "Austin (disambiguation)", "AccessibleComputing"} & texts.keys()
@@ -350,8 +350,8 @@ def test_the_real_dump_is_read_to_its_last_page(shared: Path):
 @pytest.mark.shared
 def test_articles_full_of_tables_keep_their_prose_only(shared: Path):
     file = shared / "data" / "wikipedia" / "xml_dump" / "enwiki-table-markup.xml.bz2"
-    articles, account = read_whole(str(file))
-    assert len(articles) == account.records == 5
+    articles, report = read_whole(str(file))
+    assert len(articles) == report.records == 5
     vote = next(a for a in articles if a.title == "Constructive vote of no confidence")
     assert vote.paragraphs[0].startswith(
         "The constructive vote of no confidence (in German: konstruktives Misstrauensvotum, in Spanish:"
@@ -369,7 +369,7 @@ def test_a_real_dump_read_in_parts_is_the_same(shared: Path, tmp_path, monkeypat
     (tmp_path / "dump").write_bytes(multistream(data, list(range(50_000, len(data), 50_000))))
     monkeypatch.setattr(wikipedia_xml, "PART_BYTES", 20_000)
     parts = wikipedia_xml.parts(str(tmp_path / "dump"))
-    found = [a for part in parts for a in wikipedia_xml.articles(part, Reading(), Account())]
+    found = [a for part in parts for a in wikipedia_xml.articles(part, Reading(), ParseReport())]
     assert len(parts) > 2
     assert [a._replace(place=0) for a in found] == [
         a._replace(place=0) for a in read_whole(str(file))[0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted, wikipedia_xml, wikitext
 from pipeline.corpora.formats.articles import Article, split_sentences
 from pipeline.corpora.formats.wikitext import MarkupError, paragraphs, tidy
@@ -140,7 +140,7 @@ def test_a_page_is_read_up_to_its_limits():
 def real_articles(shared: Path) -> list[Article]:
     """Those of the XML dumps of 2016 and 2017."""
     dumps = (shared / "data" / "wikipedia" / "xml_dump").glob("*.bz2")
-    return [a for d in dumps for a in wikipedia_xml.articles(str(d), Reading(), Account())]
+    return [a for d in dumps for a in wikipedia_xml.articles(str(d), Reading(), ParseReport())]
 
 
 @pytest.mark.shared
@@ -172,6 +172,6 @@ def test_no_mark_is_left_in_the_text_of_real_pages(real_articles, real_data: Pat
     texts = [text for article in real_articles for text in article.paragraphs]
     assert len(texts) > 5000
     (file,) = (real_data / "wikipedia" / "extracted_good" / "AA").glob("wiki_00")
-    for article in wikipedia_extracted.articles(str(file), Reading(), Account()):
+    for article in wikipedia_extracted.articles(str(file), Reading(), ParseReport()):
         texts += article.paragraphs
     assert [text for text in texts if LEFT_OVER.search(text)] == []

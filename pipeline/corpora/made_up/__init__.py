@@ -1,1 +1,0 @@
-"""Generated data: the embedded sample corpora, and Reddit dumps of any size."""

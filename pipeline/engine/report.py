@@ -1,0 +1,194 @@
+"""The costs of tasks: measured where they run, summed up by the process that started them.
+
+Each task's record says its seconds, rows, bytes, peak memory and host. At the end of a stage its
+stragglers, restarts and failures are printed; MLflow gets them as `tasks.json`, and Ray's Prometheus
+endpoint gets running totals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import progress
+from pipeline.engine.records import RecordT, TaskCost
+
+_STRAGGLER_FACTOR = 3.0  # times the median
+_STRAGGLER_SECONDS = 10.0  # and at least so long: short tasks wait for each other
+_SHOWN = 5
+_MAX_TASKS_IN_JSON = 200  # of a stage's tasks, in tasks.json: the slowest
+
+
+def measured(action: Callable[[], RecordT]) -> RecordT:
+    """A task's record, with what the task cost."""
+    _forget_peak_memory()
+    began = time.monotonic()
+    record = action()
+    cost = TaskCost(
+        seconds=round(time.monotonic() - began, 3),
+        rows=sum(entry["rows"] for entry in record.files) or record.counts.get("records", 0),
+        bytes=sum(entry["bytes"] for entry in record.files),
+        peak_memory_bytes=_peak_memory(),
+        host=socket.gethostname(),
+    )
+    return dataclasses.replace(record, cost=cost)
+
+
+def _forget_peak_memory() -> None:
+    """A worker process does many tasks: the peak counts from here."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_memory() -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The tasks of a stage of a job, those of earlier attempts too."""
+
+    name: str
+    costs: Mapping[str, TaskCost]
+    """The costs of the finished tasks."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """The reasons, by task."""
+    crashed_hosts_by_task: Mapping[str, list[str]] = field(default_factory=dict)
+    """Hosts on which the process of a task died, by task."""
+
+    def stragglers(self) -> dict[str, TaskCost]:
+        """Finished tasks that took much longer than the median, slowest first."""
+        if len(self.costs) < 4:
+            return {}
+        limit = max(_STRAGGLER_FACTOR * self.median_seconds(), _STRAGGLER_SECONDS)
+        slow = {task: cost for task, cost in self.costs.items() if cost.seconds > limit}
+        return dict(sorted(slow.items(), key=lambda item: -item[1].seconds))
+
+    def median_seconds(self) -> float:
+        return statistics.median([cost.seconds for cost in self.costs.values()] or [0.0])
+
+    def as_json(self) -> dict[str, Any]:
+        costs = self.costs.values()
+        slowest = sorted(self.costs.items(), key=lambda item: -item[1].seconds)[:_MAX_TASKS_IN_JSON]
+        return {
+            "stage": self.name,
+            "tasks": len(self.costs),
+            "task_seconds": round(sum(cost.seconds for cost in costs), 3),
+            "median_seconds": self.median_seconds(),
+            "rows": sum(cost.rows for cost in costs),
+            "bytes": sum(cost.bytes for cost in costs),
+            "peak_memory_bytes": max((cost.peak_memory_bytes for cost in costs), default=0),
+            "stragglers": list(self.stragglers()),
+            "failed": dict(self.failed),
+            "died_on": {task: list(hosts) for task, hosts in self.crashed_hosts_by_task.items()},
+            "slowest_tasks": {task: dataclasses.asdict(cost) for task, cost in slowest},
+        }
+
+
+_stages: ContextVar[list[Stage] | None] = ContextVar("stages", default=None)
+
+
+@contextmanager
+def collect_stages() -> Iterator[list[Stage]]:
+    """The stages that end meanwhile, in this thread."""
+    stages: list[Stage] = []
+    token = _stages.set(stages)
+    try:
+        yield stages
+    finally:
+        _stages.reset(token)
+
+
+def report(stage: Stage) -> None:
+    """Says what a person should know of a stage that has ended, and keeps it for MLflow."""
+    for task, hosts in stage.crashed_hosts_by_task.items():
+        host_names = ", ".join(hosts)
+        print(
+            f"{stage.name}: {task} was started again: its process died on {host_names}",
+            file=sys.stderr,
+        )
+    stragglers = stage.stragglers()
+    for task, cost in list(stragglers.items())[:_SHOWN]:
+        print(f"{stage.name}: straggler {task}: {cost.seconds:.0f} s on {cost.host}, "
+              f"median {stage.median_seconds():.0f} s", file=sys.stderr)  # fmt: skip
+    if len(stragglers) > _SHOWN:
+        print(f"{stage.name}: and {len(stragglers) - _SHOWN} more stragglers", file=sys.stderr)
+    progress.event("stage", **stage.as_json())
+    stages = _stages.get()
+    if stages is not None:
+        stages.append(stage)
+
+
+class Totals:
+    """Running totals for Prometheus, counted by the job's driver: workers may end before they report."""
+
+    def __init__(self) -> None:
+        from ray.util import metrics
+
+        tags = ("stage",)
+        self._rows = metrics.Counter(
+            "polyrank_task_rows_total", description="Rows that finished tasks wrote.", tag_keys=tags
+        )
+        self._bytes = metrics.Counter(
+            "polyrank_task_bytes_total",
+            description="Bytes that finished tasks wrote.",
+            tag_keys=tags,
+        )
+        self._seconds = metrics.Histogram(
+            "polyrank_task_seconds",
+            description="Seconds of finished tasks.",
+            boundaries=[1, 3, 10, 30, 100, 300, 1000, 3000],
+            tag_keys=tags,
+        )
+        self._tasks = metrics.Counter(
+            "polyrank_tasks_total",
+            description="Tasks that ended; outcome: done or failed.",
+            tag_keys=("stage", "outcome"),
+        )
+
+    def count_done(self, stage: str, cost: TaskCost) -> None:
+        tags = {"stage": stage}
+        for counter, value in ((self._rows, cost.rows), (self._bytes, cost.bytes)):
+            if value:  # Ray refuses to add nothing
+                counter.inc(value, tags)
+        self._seconds.observe(cost.seconds, tags)
+        self._tasks.inc(1, {**tags, "outcome": "done"})
+
+    def count_failed(self, stage: str) -> None:
+        self._tasks.inc(1, {"stage": stage, "outcome": "failed"})
+
+
+def count_done(stage: str, cost: TaskCost) -> None:
+    if totals := _totals():
+        totals.count_done(stage, cost)
+
+
+def count_failed(stage: str) -> None:
+    if totals := _totals():
+        totals.count_failed(stage)
+
+
+def _totals() -> Totals | None:
+    """The totals of this process; None without Ray, which exports them."""
+    ray = sys.modules.get("ray")
+    return _totals_of_process() if ray and ray.is_initialized() else None
+
+
+@functools.cache
+def _totals_of_process() -> Totals:
+    return Totals()

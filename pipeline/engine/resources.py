@@ -1,0 +1,144 @@
+"""Shares out the cores and GPUs of a cluster, and tells their precision.
+
+A cluster may have only its head, which does no work, until a task needs a node, and it may have a service,
+which keeps its cores. Shares are of what is left (`pipeline.engine.waiting`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+from pipeline.config import require
+from pipeline.engine import executors
+from pipeline.engine.waiting import Need, await_node, await_room, may_grow, nodes_beside_services
+from pipeline.models.precision import Precision, Resolved, resolve_precision
+
+
+def cpus_each(processes: int, gpu: bool = False, chosen: int = 0) -> int:
+    """Cores to ask for, for each of so many processes; waits for a node where one process fits.
+
+    `chosen`: what the configuration says; 0: with a GPU each, the cores that its node has for each of
+    its GPUs; otherwise the cores of all nodes that are up, shared out, and no more than one node has. The
+    cores and GPUs of services (`nodes_beside_services`) are left out.
+
+    Raises BadInput and Stopped as `await_room`.
+    """
+    await_node(chosen or 1, int(gpu))
+    if chosen:
+        return chosen
+    nodes = nodes_beside_services()
+    if gpu:
+        shares = [node["CPU"] // node["GPU"] for node in nodes if node.get("GPU", 0) >= 1]
+        return max(1, int(min(shares, default=1)))
+    cores = [node.get("CPU", 0) for node in nodes]
+    share = min(int(sum(cores)) // processes, int(max(cores)))
+    while share > 1 and Need(share).count_on(nodes) < processes:
+        share -= 1  # 2 of 4 cores do not fit on nodes of 3 and 5
+    return max(1, share)
+
+
+def fitting(cpus: float, gpus: int = 0) -> int:
+    """Number of processes with these cores and GPUs that fit on the nodes that are up, beside services."""
+    return Need(cpus, gpus).count_on(nodes_beside_services())
+
+
+def largest_memory() -> int:
+    """Bytes for tasks on the node with the most memory, among the nodes with a core."""
+    nodes = nodes_beside_services()
+    return int(max((node.get("memory", 0) for node in nodes if node.get("CPU")), default=0))
+
+
+def best_device() -> torch.device:
+    """The GPU that this process may use, else the CPU.
+
+    A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
+    """
+    import torch
+
+    allowed = torch.cuda.is_available()
+    ray = sys.modules.get("ray")  # a process without it, such as a notebook's, is no worker
+    if ray and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+        allowed = allowed and bool(ray.get_gpu_ids())
+    return torch.device("cuda" if allowed else "cpu")
+
+
+def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
+    """The precision that "auto" means for the cluster's tasks, on GPUs or not; a task looks it up."""
+    if precision != "auto":
+        return precision
+    if executors.current():
+        return _precision_here(precision)
+    import ray
+    import torch
+
+    await_room(1, int(gpu))
+    if not gpu and _is_only_node():
+        return resolve_precision(precision, torch.device("cpu"))  # a task would take 3 s
+    # A core, so that it is not the head's processor that is looked at.
+    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_precision_here)
+    resolved: Resolved = ray.get(task.remote(precision))
+    return resolved
+
+
+def _precision_here(precision: Precision) -> Resolved:
+    return resolve_precision(precision, best_device())
+
+
+def _is_only_node() -> bool:
+    """Whether tasks can run on this process's node only."""
+    import ray
+
+    up = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return up == [ray.get_runtime_context().get_node_id()] and not may_grow()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actors:
+    """Processes that keep a model in memory. Their number never changes the output."""
+
+    actors: int = 0
+    """Processes at the start; 0: one for each GPU, or else for each core, of the nodes that are up, beside
+    services."""
+    max_actors: int = 0
+    """Most processes while tasks wait, as far as the cluster can grow. 0: `actors`; if this is 0 too and
+    the cluster has an autoscaler, as many as there are tasks."""
+    cpus_per_actor: int = 0
+    """Cores, and threads, of each process; 0: the processes share out the nodes' cores."""
+    gpu: bool = False
+    """One GPU per actor."""
+
+    def __post_init__(self) -> None:
+        require(self.actors >= 0, "resources.actors", self.actors, ">= 0")
+        require(self.max_actors == 0 or self.max_actors >= self.actors, "resources.max_actors",
+                self.max_actors, f"0, or resources.actors {self.actors} at least")  # fmt: skip
+        require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
+
+    def count(self, tasks: int) -> int:
+        """Processes at the start, no more than there are tasks.
+
+        Waits for a first node on which one fits. Raises BadInput and Stopped as `await_node`.
+        """
+        if executors.current():
+            return 1
+        if not self.actors:
+            await_node(self.cpus_per_actor or 1, int(self.gpu))
+        cpus = 0 if self.gpu else self.cpus_per_actor or 1
+        return max(1, min(tasks, self.actors or fitting(cpus, int(self.gpu))))
+
+    def max_count(self, tasks: int) -> int:
+        """The largest number of processes while tasks wait."""
+        if executors.current():
+            return 1
+        start_count = self.count(tasks)
+        if self.max_actors:
+            return max(start_count, self.max_actors)
+        return tasks if not self.actors and tasks > start_count and may_grow() else start_count
+
+
+HERE = Actors()
+"""This process alone, without a cluster, in jobs that allow it."""

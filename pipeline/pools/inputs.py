@@ -1,0 +1,74 @@
+"""The inputs of a pool's version: the ranker, the candidates' files, and what else its contents depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.artifact import MANIFEST, Artifact, open_artifact
+from pipeline.config import digest
+from pipeline.corpora.privacy import REDACTION_RULES
+from pipeline.corpora.schema import example_files
+from pipeline.models.precision import NUMERICS
+from pipeline.models.settings import read_settings
+from pipeline.pools import build
+from pipeline.pools.embed import EmbedConfig
+from pipeline.storage import fingerprints
+
+
+@dataclass(frozen=True)
+class PoolInputs:
+    """What a version is made from."""
+
+    model: Artifact
+    architecture: str
+    files: list[str]
+    """Of the candidates."""
+    references: dict[str, Any]
+    """By name; their fingerprints are a part of the version's name."""
+
+
+def resolve_inputs(
+    model_uri: str, candidates: Sequence[str], embed: EmbedConfig, redact: bool
+) -> PoolInputs:
+    """Raises BadInput for a model without vectors, and for missing input or a missing package."""
+    if embed.neighbours:
+        build.require_faiss()
+    model = open_artifact(model_uri, "ranker")
+    # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
+    settings = read_settings(model.uri)
+    settings.require_vectors()
+    files, corpora = _candidate_files(candidates)
+    order_counts = embed.repeated_ids == "first"  # it says whose text stays
+    if not order_counts:
+        # As the fingerprint takes them: a resumed build finds the same files behind the numbers of its tasks.
+        files = sorted(files, key=storage.name_of)
+    source = {
+        "uri": " ".join(candidates),
+        "kind": "raw",
+        "fingerprint": fingerprints.raw_fingerprint(files, whole=True),
+        "inputs": {f"corpus.{n}": corpus.reference() for n, corpus in enumerate(corpora)},
+    }
+    references: dict[str, Any] = {"model": model, "candidates": source}
+    if redact:  # without, the pool is that of polyrank before it redacted pools
+        references["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
+    if NUMERICS > 1:  # the first ones were not named
+        references["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
+    if order_counts and len(files) > 1:
+        order = digest([storage.name_of(file) for file in files])
+        references["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
+    return PoolInputs(model, settings.architecture, files, references)
+
+
+def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:
+    """(the shards of corpora and the files that URIs name, the corpora)"""
+    files, corpora = list[str](), list[Artifact]()
+    for uri in uris:
+        if storage.exists(storage.join(uri, MANIFEST)):
+            corpora.append(open_artifact(uri, "corpus"))
+            files += [storage.join(corpora[-1].uri, e["path"]) for e in example_files(corpora[-1])]
+        else:
+            files += storage.expand((uri,), "candidates")
+    return files, corpora

@@ -1,0 +1,272 @@
+"""The versions of a pool: finds the CURRENT one, and removes old ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pipeline import storage
+from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
+from pipeline.config import BadInput, flatten, to_dict
+from pipeline.engine.draft import is_being_made, read_mark, read_request
+from pipeline.models.precision import NUMERICS, Resolved
+from pipeline.pools.changes import RowSet
+from pipeline.pools.lock import current_locked, is_leased
+from pipeline.pools.pool import KIND, current_uri, precision_of
+
+PLAN = "plan"
+"""The task whose record says when a build was planned, and in what it computes."""
+_DAY_S = 86_400
+_PREFIX = "v-"
+PREVIOUS = "PREVIOUS"
+# Settings that say which rows there are, or how they are filed; all others decide a vector.
+_NOT_OF_VECTORS = {
+    f"embed.{name}"
+    for name in (
+        "text_column",
+        "encoding",
+        "delimiter",
+        "quotes",
+        "id_column",
+        "repeated_ids",
+        "rows_per_shard",
+        "batch_tokens",
+        "max_text_bytes",
+        "filter_columns",
+        "precision",  # what it was on the hardware of then is in the manifest
+        "neighbours",
+    )
+}
+
+
+def current_name(pools: str, name: str) -> str:
+    """The version that CURRENT names; "": there is no CURRENT."""
+    uri = current_uri(pools, name)
+    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+
+
+def previous_name(pools: str, name: str) -> str:
+    """The version that was CURRENT before; "": there was none."""
+    uri = storage.join(pools, name, PREVIOUS)
+    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A published version, of which nothing but the manifest has been read."""
+
+    artifact: Artifact
+
+    @property
+    def name(self) -> str:
+        return storage.name_of(self.artifact.uri)
+
+    @property
+    def model_fingerprint(self) -> str:
+        return str(self.artifact.manifest["inputs"]["model"]["fingerprint"])
+
+    @property
+    def precision(self) -> str:
+        return precision_of(self.artifact)
+
+    @property
+    def filter_columns(self) -> tuple[str, ...]:
+        return tuple(self.artifact.manifest["config"]["embed"].get("filter_columns", ()))
+
+    @property
+    def numerics(self) -> int:
+        """See `pipeline.models.precision`."""
+        return int(self.artifact.manifest.get("numerics", 1))
+
+    @property
+    def set_aside(self) -> RowSet:
+        """The candidates that the model has no vector for; pools of earlier versions do not say."""
+        return RowSet(**self.artifact.manifest.get("set_aside", {}))
+
+
+def open_current(pools: str, name: str) -> Version | None:
+    """The version before the one to be made; None where there is none, or, which is said, none to open.
+
+    Its files are not fetched: whoever copies vectors opens them.
+    """
+    if not (version := current_name(pools, name)):
+        return None
+    try:
+        return Version(open_artifact(storage.join(pools, name, version), KIND))
+    except BadInput as error:
+        print(f"pool {name}: nothing is copied, as its CURRENT version cannot be opened: {error}")
+        return None
+
+
+def files_of_rows(pool: Artifact) -> list[tuple[str, int]]:
+    """(URI, rows) of each file with a pool's rows, in order."""
+    return [
+        (storage.join(pool.uri, entry["path"]), entry["rows"])
+        for entry in pool.manifest["files"]
+        if entry["path"].startswith("rows/")
+    ]
+
+
+def rows_of(pools: str, name: str, version: str) -> int:
+    """The number of candidates of a version; 0 if it does not exist or its manifest cannot be read."""
+    try:
+        artifact = read_artifact(storage.join(pools, name, version), KIND)
+    except BadInput:
+        return 0
+    return artifact.counts.get("candidates", 0)
+
+
+def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Resolved) -> bool:
+    """Whether a job's model and settings would make the same vectors of the same texts.
+
+    Pools of earlier versions do not say their precision; they are taken to have another.
+    """
+    if before.model_fingerprint != model.fingerprint or before.precision != precision:
+        return False
+    settings_before = _vector_settings(before.artifact.manifest["config"])
+    return before.numerics == NUMERICS and settings_before == _vector_settings(to_dict(config))
+
+
+def newest_with_vectors_of(
+    pools: str, name: str, model: Artifact, config: Any, precision: Resolved
+) -> Version | None:
+    """The newest version for which `has_vectors_of` holds; one with incomplete files is named and left out.
+
+    Only who holds the pool's lock knows that it stays.
+    """
+    artifacts = sorted(
+        read_versions(pools, name), key=lambda artifact: artifact.manifest["created_at"]
+    )
+    for version in map(Version, reversed(artifacts)):
+        if has_vectors_of(version, model, config, precision):
+            try:
+                return Version(open_artifact(version.artifact.uri, KIND))
+            except BadInput as error:
+                print(f"pool {name}: nothing is copied from {version.name}: {error}", flush=True)
+    return None
+
+
+def _vector_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a job that decide a vector, by their dotted names."""
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name.startswith("embed.") and name not in _NOT_OF_VECTORS
+    }
+
+
+def _drafts(pools: str, name: str) -> list[str]:
+    """The URIs of the drafts of killed jobs."""
+    return [
+        uri
+        for uri in storage.list_folders(storage.join(pools, name))
+        if storage.name_of(uri).startswith(_PREFIX) and not is_version(uri)
+    ]
+
+
+def is_version(uri: str) -> bool:
+    """Whether a folder of a pool is a published version."""
+    name = storage.name_of(uri)
+    is_complete = name.startswith(_PREFIX) and not name.endswith(".partial")
+    return is_complete and storage.exists(storage.join(uri, MANIFEST))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The result of `remove_old`."""
+
+    removed: list[str]
+    kept_larger: list[tuple[str, int]]
+    """(version, candidates) of old versions that are kept because every newer version is much
+    smaller."""
+
+
+def read_versions(pools: str, name: str) -> Iterator[Artifact]:
+    """A pool's published versions, in no order; one whose manifest cannot be read is named and left out."""
+    for uri in storage.list_folders(storage.join(pools, name)):
+        if is_version(uri):
+            try:
+                yield read_artifact(uri, KIND)
+            except BadInput as error:
+                print(f"pool {name}: a version is left alone: {error}", flush=True)
+
+
+def plans(pools: str) -> str:
+    """The folder of the plans of dry runs."""
+    return storage.join(pools, "_plans")
+
+
+def remove_dead_plans(pools: str) -> None:
+    """Removes the plans of jobs that were killed: they hold texts."""
+    for uri in storage.list_folders(plans(pools)):
+        if not is_being_made(uri):
+            storage.delete(uri)
+
+
+def remove_old(
+    pools: str,
+    name: str,
+    keep: int,
+    keep_days: float,
+    max_removed_share: float = 1.0,
+    unfinished: bool = True,
+) -> Removal:
+    """Removes versions, and (`unfinished`) what killed builds have left.
+
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
+    (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    The newest of the others stays, too, where it has so many candidates that all that stay lack more than
+    `max_removed_share` of them: it may be the last one before an export broke off. So does a
+    version whose manifest cannot be read.
+    A killed build stays until `keep` versions are newer than its plan (with `keep` 0: one): it may be of a
+    larger input, or of a new model, and have taken days, while the job of every night goes on. One without a
+    plan has embedded nothing, and goes.
+    Only who holds the pool's lock may call it.
+    """
+    versions: dict[str, float] = {}
+    rows: dict[str, int] = {}
+    for artifact in read_versions(pools, name):
+        folder = storage.name_of(artifact.uri)
+        created = artifact.manifest["created_at"]
+        versions[folder] = datetime.fromisoformat(created).timestamp()
+        rows[folder] = artifact.counts.get("candidates", 0)
+    newest = sorted(versions, key=lambda version: versions[version], reverse=True)
+
+    def is_outlived(draft: str) -> bool:
+        planned_at = read_mark(draft, PLAN).get("planned_at", 0.0)
+        newer_count = sum(created >= planned_at for created in versions.values())
+        return not planned_at or newer_count >= max(keep, 1)
+
+    # What was killed while it was removed has no request any more: no job goes on with it.
+    leftovers = [
+        uri
+        for uri in _drafts(pools, name)
+        if not read_request(uri) or (unfinished and is_outlived(uri))
+    ]
+    removed = [storage.name_of(uri) for uri in leftovers]
+    kept_larger = []
+    # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
+    with current_locked(pools, name):
+        storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
+        protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+        removable = [
+            version
+            for version in (newest[keep:] if keep else ())
+            if version not in protected
+            and time.time() - versions[version] >= keep_days * _DAY_S
+            and not is_leased(pools, name, version)
+        ]
+        largest = max((rows[version] for version in newest if version not in removable), default=0)
+        for version in removable:  # the newest first
+            if largest < rows[version] * (1 - max_removed_share):
+                kept_larger.append((version, rows[version]))
+                largest = rows[version]
+            else:
+                removed.append(version)
+                storage.delete(storage.join(pools, name, version, MANIFEST))  # no version any more
+    for folder in removed:
+        storage.delete(storage.join(pools, name, folder))
+    return Removal(removed, kept_larger)

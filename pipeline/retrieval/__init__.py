@@ -1,1 +1,0 @@
-"""Candidate pools: embedded once, memory-mapped, searched exactly."""

@@ -1,0 +1,124 @@
+"""Which form of exact search is the fastest here: measured on the pool's own rows, once for a process.
+
+    scores     all products of all rows, in float32: nothing comes before them, so small pools take this form
+    vectors    bounds from the rows of the vectors
+    sketch     bounds from the rows of the sketch
+
+The seconds of a search are those before its first row, those of each row, and those that memory needs to give
+the rows where they exceed the caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from pipeline.arrays import Floats
+from pipeline.pools.pool import Pool
+from pipeline.pools.vector_format import Layer
+from pipeline.search.bounds import (
+    Columns,
+    in_parallel,
+    sketch_columns,
+    upper_bounds,
+    vector_columns,
+)
+from pipeline.search.scores import scorer
+
+Form = Literal["scores", "vectors", "sketch"]
+
+# Too few rows for anything else to pay: to group a context's vectors takes as long as to score these rows.
+_FEW_ROWS = 2048
+# Rows whose first products take some milliseconds.
+_LEAST_ROWS, _MOST_ROWS, _PRODUCTS = 2048, 8192, 1 << 18
+_ROUNDS = 2
+# Rows that bounds leave open, and rows that are scored first.
+_OPEN_SHARE, _FIRST_ROWS = 0.01, 512
+_CACHE_BYTES, _READ_BYTES = 1 << 25, 1 << 26
+
+
+class _Seconds(NamedTuple):
+    before: float
+    a_row: float
+    bytes_a_row: int
+
+
+_measured: dict[tuple[object, ...], dict[Form, _Seconds]] = {}
+
+
+def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) -> Form:
+    """`contexts`: [M, D] float64 each; `forms`: those to choose from."""
+    if len(pool) <= _FEW_ROWS and "scores" in forms:
+        return "scores"
+    seconds = _measure(pool, contexts)
+    cores = torch.get_num_threads()
+
+    def estimate(form: Form) -> float:
+        before, a_row, bytes_a_row = seconds[form]
+        total_bytes = bytes_a_row * len(pool)
+        reading = total_bytes / _read_rate() if total_bytes > _CACHE_BYTES else 0.0
+        total = before + max(a_row * len(pool) / cores, reading)
+        if form != "scores":
+            open_rows = _FIRST_ROWS + _OPEN_SHARE * len(pool)
+            total += open_rows * seconds["scores"].a_row / cores
+        return total
+
+    return min(forms, key=estimate)
+
+
+def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
+    count = len(contexts)
+    vectors = sum(map(len, contexts))
+    rows = min(max(_PRODUCTS // vectors, _LEAST_ROWS), _MOST_ROWS)
+    shard = max(pool.shards, key=len)
+    rows = min(rows, len(shard))
+    multiplied = pool.multiplied_layers[0].take(slice(rows))
+    key = (pool.dimensions, pool.rotation.shape[1], pool.dtype, multiplied.matrix.dtype.str, count,
+           vectors.bit_length(), rows.bit_length(), torch.get_num_threads())  # fmt: skip
+    if key not in _measured:
+        layers = [getattr(shard, name).take(slice(rows)) for name in ("vectors", "sketch")]
+        make_columns: dict[Form, Callable[[], Columns]] = {
+            "vectors": lambda: vector_columns(contexts, pool.dtype, pool.longest),
+            "sketch": lambda: sketch_columns(contexts, pool.rotation, pool.longest),
+        }
+        scored = scorer(contexts, 1.0, pool.longest)
+        measured: dict[Form, _Seconds] = {
+            "scores": _Seconds(
+                0.0, _alone(lambda: scored.scores(multiplied)) / rows, _bytes(multiplied)
+            )
+        }
+        for (form, columns_of), layer in zip(make_columns.items(), layers, strict=True):
+            columns = columns_of()
+            bound = functools.partial(upper_bounds, layer, columns)
+            measured[form] = _Seconds(_best(columns_of), _alone(bound) / rows, _bytes(layer))
+        _measured[key] = measured
+    return _measured[key]
+
+
+def _bytes(layer: Layer) -> int:
+    return int(layer.matrix.strides[0]) + 4 * len(layer.norms)
+
+
+def _alone(work: Callable[[], object]) -> float:
+    """Seconds on one of the search's threads, which have a core each."""
+    return min(in_parallel(_best, [work] * torch.get_num_threads()))
+
+
+def _best(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(1 + _ROUNDS):
+        began = time.thread_time()  # of this core alone: others may be at work, too
+        work()
+        seconds.append(time.thread_time() - began)
+    return min(seconds[1:])
+
+
+@functools.cache
+def _read_rate() -> float:
+    """Bytes a second that all cores read from memory."""
+    numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    return torch.get_num_threads() * _READ_BYTES / _alone(numbers.sum)

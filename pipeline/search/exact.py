@@ -1,0 +1,395 @@
+"""Searches a pool for the exact top k of a context's vectors.
+
+With L[c,i] = candidate[c] · vector[i] the score is Σ softmax_i(L)·L, a weighted mean of the L, so
+score ≤ max_i L[c,i]. A row whose bound (`bounds`) lies below the k-th best score so far needs no score.
+
+    exact         every row of the vectors: all scores in float32 (`scores`), or bounds by some centres of
+                  the context's vectors
+    pruned        bounds from every row of the sketch, a sixth of the bytes of float32; the same answer
+    auto          the fastest of these for this pool, on this processor (`choice`)
+    approximate   what an index of neighbours finds (`approximate`); likely, not proved
+
+A pool on a device is searched there by `auto` and `exact` (`device`).
+
+Rows that bounds leave open are scored in float32 with a proved error. The rows whose scores are within that
+error of the k-th, some dozens of a million, are scored in float64. Scores are compared as float32; rows with
+equal scores are tied, and are in the order of their ids.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from pipeline.arrays import Bools, Floats, Ints
+from pipeline.config import BadInput, require
+from pipeline.models.polyencoder import Attention
+from pipeline.pools.pool import Method, Pool
+from pipeline.pools.vector_format import Layer
+from pipeline.search import approximate, device
+from pipeline.search.bounds import (
+    Columns,
+    in_parallel,
+    sketch_columns,
+    upper_bounds,
+    vector_columns,
+)
+from pipeline.search.choice import Form, fastest_form
+from pipeline.search.scores import Scorer, exact_scores, scorer
+
+# Where less of a pool is allowed, its rows are picked out instead of going through all.
+_FEW_ALLOWED = 1 / 64
+_CONTEXTS = 16  # at once
+_SECTION_ROWS = 1 << 20  # bounds in memory, for each context
+_BLOCK_ROWS = 1 << 14
+# Rows that are scored at once, by so many vectors at most: their products stay in a core's cache.
+_SCORED_ROWS, _LEAST_SCORED, _SCORED_PRODUCTS = 1024, 128, 1 << 16
+_OPEN_ROWS = 1 << 12
+_SEEDS = 256
+_METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
+FORMS: dict[Method, tuple[Form, ...]] = {"exact": ("scores", "vectors"), "pruned": ("sketch",)}
+_ALL: tuple[Form, ...] = ("scores", "vectors", "sketch")
+
+PREFILTERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
+"""Methods that find likely rows without a proof: functions of the pool, a context's vectors [M, D] and
+top_k that return places in the pool, the likeliest first. `top_rows` scores what they find."""
+
+
+class Answer(NamedTuple):
+    """The result of `search`, best first; ties by id."""
+
+    ids: list[Any]
+    """[k] ids of candidates; [Q][k] for several contexts."""
+    scores: Floats
+    """[k] or [Q, k] float32."""
+    certified: bool
+    """Whether all of this is provably the exact top k."""
+
+
+class TopRows(NamedTuple):
+    """The result of `top_rows`."""
+
+    places: Ints
+    """[Q, k] places in the pool."""
+    scores: Floats
+    """[Q, k] float32"""
+    certified: Bools
+    """[Q]: whether a context's answer is provably the exact top k."""
+
+
+def search(
+    pool: Pool,
+    vectors: Floats,
+    top_k: int,
+    vector_mask: Bools | None = None,
+    attention: Attention = "dot",
+    method: Method = "auto",
+    among: Bools | None = None,
+    certify: bool = False,
+) -> Answer:
+    """The best `top_k` candidates, or all if there are fewer.
+
+    `vectors` [M, D] of one context, or [Q, M, D]; a bi-encoder's have M = 1. `vector_mask` [M] or
+    [Q, M]: false for vectors that do not count; each context has one at least. `attention`: of the
+    candidate over the vectors, as in `poly_scores`. `method`: `auto` is the fastest one
+    whose answer is exact. `among`: the rows that count, of `filters.select`.
+    `certify`: after an approximate answer go on with the pruned search, which proves or betters it.
+
+    Raises BadInput for shapes that do not fit the pool, for vectors that are not finite, for
+    top_k < 1, and where an index is asked for that the pool has not.
+    """
+    is_single = np.asarray(vectors).ndim == 2
+    top = top_rows(
+        pool,
+        np.asarray(vectors)[None] if is_single else np.asarray(vectors),
+        top_k,
+        vector_mask[None] if is_single and vector_mask is not None else vector_mask,
+        attention,
+        method,
+        among,
+        certify,
+    )
+    ids = [[pool.row(place).id for place in places] for places in top.places.tolist()]
+    certified = bool(top.certified.all())
+    if is_single:
+        return Answer(ids[0], top.scores[0], certified)
+    return Answer(ids, top.scores, certified)
+
+
+def top_rows(
+    pool: Pool,
+    vectors_QMD: Floats,
+    top_k: int,
+    mask_QM: Bools | None = None,
+    attention: Attention = "dot",
+    method: Method = "auto",
+    among: Bools | None = None,
+    certify: bool = False,
+) -> TopRows:
+    """As `search`, for several contexts, and with places instead of ids."""
+    contexts = _contexts(pool, vectors_QMD, mask_QM)
+    require(top_k >= 1, "top_k", top_k, ">= 1")
+    if method not in _METHODS and method not in PREFILTERS:
+        require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *PREFILTERS])))
+    require(attention in _ATTENTIONS, "attention", attention, "dot, scaled_dot")
+    if among is not None and among.shape != (len(pool),):
+        raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
+    allowed_count = len(pool) if among is None else int(among.sum())
+    scale = _scale(pool, attention)
+    tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
+    results: dict[int, tuple[Ints, Floats]] = {}
+    count = min(top_k, allowed_count)
+    todo = tops
+    if pool.on_device is not None and method in ("auto", "exact"):
+        most = np.asarray(vectors_QMD).shape[1]
+        found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
+        for number, places in found:  # while the device scores for the next ones
+            tops[number].take_few(places)
+            tops[number].certified = True
+            results[number] = tops[number].final()
+        todo = []
+    elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
+        for top in tops:
+            top.take(np.flatnonzero(among))
+            top.certified = True
+        todo = []
+    elif method in PREFILTERS:
+        for top in tops:
+            places = PREFILTERS[method](pool, top.vectors_MD, top_k)
+            top.take(places if among is None else places[among[places]])
+        # Fewer than were asked for are no answer.
+        todo = [top for top in tops if certify or len(top) < count]
+    for start in range(0, len(todo), _CONTEXTS):
+        _scan_pool(pool, todo[start : start + _CONTEXTS], method)
+    ordered = [results.get(number) or top.final() for number, top in enumerate(tops)]
+    return TopRows(
+        np.array([places for places, _ in ordered], np.int64).reshape(len(tops), count),
+        np.array([scores for _, scores in ordered], np.float32).reshape(len(tops), count),
+        np.array([top.certified for top in tops], bool),
+    )
+
+
+def weights_of_vectors(
+    pool: Pool, place: int, vectors_MD: Floats, mask_M: Bools, attention: Attention = "dot"
+) -> Floats:
+    """[M]: how much each of a context's vectors counts in a candidate's score; they add up to 1."""
+    row_D = pool.vectors_at(np.array([place]))[0].astype(np.float64)
+    logits_M = torch.from_numpy(vectors_MD.astype(np.float64) @ row_D * _scale(pool, attention))
+    logits_M[~torch.from_numpy(mask_M)] = -torch.inf
+    return logits_M.softmax(0).numpy()
+
+
+def _scale(pool: Pool, attention: Attention) -> float:
+    return float(pool.dimensions) ** -0.5 if attention == "scaled_dot" else 1.0
+
+
+def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Floats]:
+    """The vectors that count, [M, D] float64 for each context."""
+    queries = np.ascontiguousarray(vectors_QMD, dtype=np.float32)
+    if queries.ndim != 3 or queries.shape[2] != pool.dimensions:
+        raise BadInput(f"vectors: shape {queries.shape} is not allowed; allowed: (m, d) or "
+                       f"(queries, m, d) with d = {pool.dimensions}, the pool's dimensions")  # fmt: skip
+    mask = None if mask_QM is None else np.asarray(mask_QM, bool)
+    if queries.shape[1] == 0 or (
+        mask is not None and (mask.shape != queries.shape[:2] or not mask.any(axis=1).all())
+    ):
+        raise BadInput(
+            "vector_mask: one true value at least for each context, in the vectors' shape"
+        )
+    if not np.isfinite(queries).all():
+        raise BadInput("vectors: not finite; allowed: numbers")
+    contexts = queries.astype(np.float64)
+    if mask is None:
+        return list(contexts)
+    return [vectors[m] for vectors, m in zip(contexts, mask, strict=True)]
+
+
+class _TopK:
+    """The best rows found so far for one context."""
+
+    def __init__(
+        self, pool: Pool, vectors_MD: Floats, top_k: int, scale: float, among: Bools | None
+    ) -> None:
+        self.vectors_MD = vectors_MD
+        self.certified = False
+        self.scale = scale
+        self._pool, self._top_k, self._among = pool, top_k, among
+        self._places: Ints = np.empty(0, np.int64)
+        self._scores: Floats = np.empty(0, np.float32)
+        self._reach = np.float32(-np.inf)
+        """No row with a lower score, or bound, belongs to the top k."""
+        self._taken: Ints = np.empty(0, np.int64)
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        return scorer([self.vectors_MD], self.scale, self._pool.longest)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def take_few(self, places: Ints) -> None:
+        """Considers rows that may all be among the best, and none of those before: float64 decides."""
+        if len(places) > _SCORED_ROWS:
+            self.take(places)
+        else:
+            self._places = places
+
+    def take(self, places: Ints) -> None:
+        """Considers rows of which no bounds are known."""
+        self._taken = places
+        self._score(np.sort(places))
+
+    def take_scores(self, scores_N: Floats) -> None:
+        """Considers all rows of the pool, whose scores by a `scorer` are known, and none of those before."""
+        self._places, self._scores = self._places[:0], self._scores[:0]
+        places = np.arange(len(scores_N)) if self._among is None else np.flatnonzero(self._among)
+        self._add(places, scores_N if self._among is None else scores_N[places])
+
+    def take_section(self, start: int, bounds_N: Floats) -> None:
+        """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
+        if self._among is not None:
+            bounds_N[~self._among[start : start + len(bounds_N)]] = -np.inf
+        taken_offsets = self._taken - start
+        bounds_N[taken_offsets[(taken_offsets >= 0) & (taken_offsets < len(bounds_N))]] = -np.inf
+        if not self._reach > -np.inf:
+            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self._top_k))
+            seeds = seeds[~np.isneginf(bounds_N[seeds])]
+            self._score(seeds + start)
+            bounds_N[seeds] = -np.inf
+        offsets = _open_rows(self._reach, bounds_N)
+        # The most promising rows first: they show that others are not needed.
+        order = np.argsort(-bounds_N[offsets], kind="stable")
+        for part in _split(offsets[order], _OPEN_ROWS):
+            part = part[~(bounds_N[part] < self._reach)]
+            self._score(np.sort(part) + start)
+
+    def final(self) -> tuple[Ints, Floats]:
+        """(places, scores) of the top k, best first; ties by id."""
+        places = np.sort(self._places)
+        parts = [
+            exact_scores(self._pool.layer_at(part, "vectors"), self.vectors_MD, self.scale)
+            for part in _split(places, _SCORED_ROWS)
+        ]
+        scores = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
+        order = np.argsort(-scores)
+        ordered = scores[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            ids = self._pool.ids_at(places)
+            order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
+        best = order[: self._top_k]
+        return places[best], scores[best]
+
+    def _score(self, places: Ints) -> None:
+        """Considers rows at ascending places."""
+        scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
+        self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
+
+    def _scores_at(self, places: Ints) -> Floats:
+        return self.scorer.scores(self._pool.layer_at(places, "vectors"))[0]
+
+    def _add(self, places: Ints, scores: Floats) -> None:
+        if len(self._places):
+            places = np.concatenate([self._places, places])
+            scores = np.concatenate([self._scores, scores])
+        if len(scores) >= self._top_k:
+            kth_score = float(np.partition(scores, -self._top_k)[-self._top_k])
+            # What rounds to the same float32 as the last one is tied with it.
+            (error,) = self.scorer.errors
+            error += abs(kth_score) * 2.0**-22 if np.isfinite(kth_score) else 0.0
+            self._reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
+            is_near = ~(scores < kth_score - 2 * error)
+            places, scores = places[is_near], scores[is_near]
+        self._places, self._scores = places, scores
+
+
+def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
+    """Offers all rows of the pool to some contexts."""
+    contexts = [top.vectors_MD for top in tops]
+    forms = FORMS.get(method, _ALL)
+    form = forms[0] if len(forms) == 1 else fastest_form(pool, contexts, forms)
+    if form == "scores":
+        _score_pool(pool, tops)
+    else:
+        columns = _columns(pool, contexts, form)
+        for section_start, rows, blocks in _sections(pool, form):
+            bounds_QN = np.empty((len(tops), rows), np.float32)
+            work = functools.partial(_fill_bounds, columns=columns, bounds_QN=bounds_QN)
+            in_parallel(work, blocks)
+            for top, bounds_N in zip(tops, bounds_QN, strict=True):
+                top.take_section(section_start, bounds_N)
+    for top in tops:
+        top.certified = True
+
+
+def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
+    """Offers the scores of all rows."""
+    together = tops[0].scorer
+    if len(tops) > 1:
+        together = scorer([top.vectors_MD for top in tops], together.scale, pool.longest)
+    rows = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _BLOCK_ROWS)
+    blocks = [
+        layer.take(slice(start, start + rows))
+        for layer in pool.multiplied_layers
+        for start in range(0, len(layer.matrix), rows)
+    ]
+    if not blocks:
+        return
+    parts = in_parallel(together.scores, blocks)
+    for top, scores in zip(tops, zip(*parts, strict=True), strict=True):
+        top.take_scores(scores[0] if len(scores) == 1 else np.concatenate(scores))
+
+
+def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
+    start, layer = block
+    bounds_QN[:, start : start + len(layer.matrix)] = upper_bounds(layer, columns).numpy()
+
+
+def _columns(pool: Pool, contexts: Sequence[Floats], name: str) -> Columns:
+    if name == "sketch":
+        return sketch_columns(contexts, pool.rotation, pool.longest)
+    return vector_columns(contexts, pool.dtype, pool.longest)
+
+
+def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int, Layer]]]]:
+    """(the place of its first row, rows, blocks of rows and where each begins) of each section."""
+    section_start = rows = 0
+    blocks: list[tuple[int, Layer]] = []
+    for shard in pool.shards:
+        layer: Layer = getattr(shard, name)
+        for start in range(0, len(shard), _BLOCK_ROWS):
+            blocks.append((rows, layer.take(slice(start, start + _BLOCK_ROWS))))
+            rows += len(blocks[-1][1].matrix)
+            if rows >= _SECTION_ROWS:
+                yield section_start, rows, blocks
+                section_start, rows, blocks = section_start + rows, 0, []
+    if blocks:
+        yield section_start, rows, blocks
+
+
+def _seed_rows(bounds_N: Floats, count: int) -> Ints:
+    """The row with the highest bound of each of `count` stretches, or all rows if they are few."""
+    if len(bounds_N) < 2 * count:
+        return np.arange(len(bounds_N))
+    width = len(bounds_N) // count
+    best = bounds_N[: count * width].reshape(count, width).argmax(axis=1)
+    return np.asarray(np.arange(count) * width + best)
+
+
+def _open_rows(reach: np.float32, bounds_N: Floats) -> Ints:
+    """The rows whose bounds, which may be NaN, leave them open; -inf: never."""
+    lowest = np.float32(-np.finfo(np.float32).max)
+    starts = range(0, len(bounds_N), _BLOCK_ROWS)
+
+    def open_rows(start: int) -> Ints:
+        bounds = bounds_N[start : start + _BLOCK_ROWS]
+        return np.flatnonzero(~(bounds < max(reach, lowest))) + start
+
+    return np.concatenate([np.empty(0, np.int64), *in_parallel(open_rows, starts)])
+
+
+def _split(places: Ints, rows: int) -> list[Ints]:
+    return [places[n : n + rows] for n in range(0, len(places), rows)]

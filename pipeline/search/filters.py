@@ -1,0 +1,64 @@
+"""Selects the rows of a pool that a search may return.
+
+Ids that are not in the pool are no mistake: a list may be older than last night's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.arrays import Bools
+from pipeline.config import BadInput
+from pipeline.corpora.raw import is_text
+from pipeline.pools.pool import Pool
+
+
+def select(
+    pool: Pool,
+    allow: Collection[str] | None = None,
+    deny: Collection[str] = (),
+    where: Mapping[str, Collection[str]] | None = None,
+) -> Bools:
+    """[rows of the pool]: the rows that count.
+
+    `allow`: their ids, None: any; `deny`: ids of others. `where`: columns that the pool keeps to filter
+    by (`--embed.filter-columns`), and the values that a row may have there.
+
+    A text instead of several stands for itself. Raises BadInput for a column that the pool does not keep,
+    and for an id or a value that is no text.
+    """
+    names = pool.filter_columns
+    if unknown := [column for column in where or {} if column not in names]:
+        raise BadInput(f"where: {unknown[0]!r} is not allowed; allowed: columns that the pool keeps "
+                       f"to filter by ({', '.join(names) or 'none'})")  # fmt: skip
+    allowed_values = {
+        column: _texts(f"where[{column!r}]", values) for column, values in (where or {}).items()
+    }
+    if allow is not None:
+        allowed_values["id"] = _texts("allow", allow)
+    denied_ids = _texts("deny", deny)
+    masks = [np.empty(0, bool)]
+    for rows in pool.rows:
+        mask_N = np.ones(rows.num_rows, bool)
+        if len(denied_ids):
+            mask_N &= ~pc.is_in(rows["id"], denied_ids).to_numpy()
+        for column, values in allowed_values.items():
+            mask_N &= pc.is_in(rows[column], values).to_numpy()
+        masks.append(mask_N)
+    return np.concatenate(masks)
+
+
+def _texts(name: str, values: Collection[str]) -> pa.Array:
+    texts = (
+        [values] if isinstance(values, str) or not isinstance(values, Collection) else list(values)
+    )
+    for value in texts:
+        if not is_text(value):
+            raise BadInput(
+                f"{name}: {value!r} is not allowed; allowed: texts, as the pool keeps them"
+            )
+    return pa.array(texts, pa.string())

@@ -1,0 +1,425 @@
+"""Reads and writes files at URIs: local paths, s3://, gs://, hdfs:// and others of pyarrow and fsspec.
+
+A local file is published by a rename and an object by its upload, so nobody sees half of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import posixpath
+import re
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from pipeline.config import BadInput
+from pipeline.storage import object_store
+from pipeline.storage.failures import with_retries
+
+# An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
+# the wait, and bring three times what one stream does.
+_AHEAD_BYTES = 8 << 20
+_RANGES_AHEAD = 3
+_TEMPORARY_SUFFIX = ".tmp"
+_STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
+_THREADS = 16  # of files that are looked at, or written, at a time
+_URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
+
+
+def is_local(uri: str) -> bool:
+    return re.match(r"^[a-zA-Z][a-zA-Z0-9+.-]+://", uri) is None or uri.startswith("file://")
+
+
+def locate(uri: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a URI and the path in it.
+
+    Raises BadInput where the scheme is unknown.
+    """
+    if is_local(uri):
+        return pafs.LocalFileSystem(), str(
+            Path(uri.removeprefix("file://")).expanduser().absolute()
+        )
+    parts = _URI.fullmatch(uri)
+    if parts and (root := _arrow_root(f"{parts[1]}://{parts[2]}", parts[4] or "")):
+        filesystem, path = root
+        return filesystem, posixpath.join(path, parts[3].strip("/")).rstrip("/") or "/"
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        fsspec_system, path = fsspec.core.url_to_fs(uri)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec_system)), str(path)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"{uri}: no file system for this URI ({error})") from None
+
+
+@functools.cache
+def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
+    """pyarrow's file system of a bucket, one for the life of the process: each has connections and
+    credentials of its own, and looks for the bucket's region. None: pyarrow does not know the scheme."""
+    if root.startswith("s3://"):
+        # A small file is then one request, not the three of an upload in parts.
+        query = f"{query or '?'}{'&' if query else ''}allow_delayed_open=true"
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(f"{root}/{query}")
+        return filesystem, path
+    except pa.ArrowInvalid:
+        return None
+
+
+def absolute(uri: str) -> str:
+    """The URI in a form that all processes understand: a worker has another directory than the driver."""
+    return locate(uri)[1] if is_local(uri) else uri
+
+
+def join(uri: str, *parts: str) -> str:
+    """The URI of a path below `uri`, with the query of `uri`, such as `?region=…`, at its end."""
+    path, query = _split_query(uri)
+    return posixpath.join(path, *parts) + query
+
+
+def name_of(uri: str) -> str:
+    return posixpath.basename(without_query(uri).rstrip("/"))
+
+
+def parent_of(uri: str) -> str:
+    """The URI of the folder that `uri` lies in."""
+    path, query = _split_query(uri)
+    return posixpath.dirname(path.rstrip("/")) + query
+
+
+def without_query(uri: str) -> str:
+    return _split_query(uri)[0]
+
+
+def _split_query(uri: str) -> tuple[str, str]:
+    """(the path, "" or the query with its question mark, which local paths do not have)"""
+    path, mark, query = (uri, "", "") if is_local(uri) else uri.partition("?")
+    return path, mark + query
+
+
+def _type_of(uri: str) -> pafs.FileType:
+    """What is at a URI. Raises BadInput where its bucket does not exist."""
+    filesystem, path = locate(uri)
+    kind = filesystem.get_file_info(path).type
+    if kind == pafs.FileType.NotFound and filesystem.type_name in _STORES_WITH_BUCKETS:
+        _require_bucket(filesystem, path.split("/")[0], uri)
+    return kind
+
+
+_known_buckets: set[tuple[str, str]] = set()
+
+
+def _require_bucket(filesystem: pafs.FileSystem, bucket: str, uri: str) -> None:
+    """Asks once for a bucket: a store says "not found" for it as for a file."""
+    key = (filesystem.type_name, bucket)
+    if key in _known_buckets:
+        return
+    with suppress(OSError):  # no right to ask for the bucket itself
+        if filesystem.get_file_info(bucket).type == pafs.FileType.NotFound:
+            raise BadInput(f"{uri}: there is no bucket {bucket!r}")
+    _known_buckets.add(key)
+
+
+def exists(uri: str) -> bool:
+    return bool(_type_of(uri) != pafs.FileType.NotFound)
+
+
+def size_of(uri: str) -> int:
+    filesystem, path = locate(uri)
+    return int(filesystem.get_file_info(path).size or 0)
+
+
+def list_files(uri: str) -> list[str]:
+    """Every file below a folder, sorted; [] if the folder does not exist.
+
+    Names that begin with "." or "_" are passed over, as every Parquet reader does.
+    """
+    return [join(uri, path) for path in sizes_below(uri) if not is_hidden(path)]
+
+
+def is_hidden(path: str) -> bool:
+    return any(part[:1] in "._" for part in path.split("/"))
+
+
+def sizes_below(uri: str) -> dict[str, int]:
+    """The bytes of every file below a folder, hidden or not, by its path there, sorted."""
+    filesystem, root = locate(uri)
+    selector = pafs.FileSelector(root, recursive=True, allow_not_found=True)
+    infos = filesystem.get_file_info(selector)
+    files = (info for info in infos if info.type == pafs.FileType.File)
+    return dict(sorted((info.path[len(root) :].lstrip("/"), int(info.size or 0)) for info in files))
+
+
+def names_in(uri: str) -> list[str]:
+    """Everything right in a folder, hidden or not."""
+    filesystem, path = locate(uri)
+    return sorted(name_of(info.path) for info in filesystem.get_file_info(pafs.FileSelector(path)))
+
+
+def is_folder(uri: str) -> bool:
+    return bool(_type_of(uri) == pafs.FileType.Directory)
+
+
+def list_folders(uri: str) -> list[str]:
+    """The folders right in a folder, sorted; [] where it does not exist."""
+    filesystem, root = locate(uri)
+    infos = filesystem.get_file_info(pafs.FileSelector(root, allow_not_found=True))
+    paths = (info.path for info in infos if info.type == pafs.FileType.Directory)
+    return sorted(join(uri, posixpath.basename(path.rstrip("/"))) for path in paths)
+
+
+def is_occupied(uri: str) -> bool:
+    """Whether a file is there, or a folder that holds anything, hidden or not."""
+    kind = _type_of(uri)
+    if kind == pafs.FileType.Directory:
+        filesystem, path = locate(uri)
+        return bool(filesystem.get_file_info(pafs.FileSelector(path)))
+    return bool(kind != pafs.FileType.NotFound)
+
+
+def expand(uris: Sequence[str], option: str = "input") -> list[str]:
+    """The files that the URIs name: a file itself, or all files below a folder.
+
+    Raises BadInput for a URI that is not there, a folder without files, or no URI at all.
+    """
+    files: list[str] = []
+    for uri in uris:
+        kind = _type_of(uri)
+        if kind == pafs.FileType.NotFound:
+            raise BadInput(f"--{option} {uri}: no such file or folder")
+        uri_files = [uri] if kind == pafs.FileType.File else list_files(uri)
+        if not uri_files:
+            raise BadInput(f"--{option} {uri}: the folder holds no files")
+        files += map(absolute, uri_files)
+    if not files:
+        raise BadInput(f"--{option}: no file is named")
+    return list(dict.fromkeys(files))
+
+
+def open_input(uri: str) -> Any:
+    """A binary, seekable stream (pyarrow.NativeFile) of the stored bytes, not decompressed."""
+    filesystem, path = locate(uri)
+    return filesystem.open_input_file(path)
+
+
+class RetriedInput(io.RawIOBase):
+    """A stream of `open_input` whose failed reads are tried again.
+
+    It is for parsers that raise OSError for a broken file, too: `error` says that the store has failed.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._size = stream, int(stream.size())
+        self._position = 0
+        self._held, self._held_start = b"", 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._size - self._position if size < 0 else size
+        start = self._position - self._held_start
+        is_held = start >= 0 and start + length <= len(self._held)
+        data = (
+            self._held[start : start + length] if is_held else self._fetch(self._position, length)
+        )
+        self._position += len(data)
+        return data
+
+    def hold(self, start: int, end: int) -> None:
+        """Fetches a part of the file at once. Reads within it ask the store nothing, until another part is
+        held."""
+        self._held = b""  # before the next part takes its memory
+        self._held, self._held_start = self._fetch(start, end - start), start
+
+    def _fetch(self, start: int, length: int) -> bytes:
+        try:
+            data: bytes = with_retries(lambda: self._stream.read_at(length, start))
+        except OSError as error:
+            self.error = error
+            raise
+        return data
+
+
+def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:
+    """The stored bytes from `start` to `end` in pieces of up to 8 MiB; from a remote store, the next ones
+    are on their way while one is used. A range that fails is asked for again."""
+    with open_input(uri) as stream:
+        end = stream.size() if end is None else end
+        starts = iter(range(start, end, _AHEAD_BYTES))
+
+        def read_range(offset: int) -> bytes:
+            data: bytes = with_retries(
+                lambda: stream.read_at(min(_AHEAD_BYTES, end - offset), offset)
+            )
+            return data
+
+        if is_local(uri):
+            yield from map(read_range, starts)
+            return
+        with ThreadPoolExecutor(_RANGES_AHEAD) as pool:
+            futures: deque[Future[bytes]] = deque()
+            try:
+                for offset in starts:
+                    futures.append(pool.submit(read_range, offset))
+                    if len(futures) == _RANGES_AHEAD:
+                        yield futures.popleft().result()
+                while futures:
+                    yield futures.popleft().result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+
+def read_bytes(uri: str) -> bytes:
+    with open_input(uri) as stream:
+        data = stream.read()
+    assert isinstance(data, bytes)
+    return data
+
+
+def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
+    """Writes a whole file, atomically."""
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        temporary = _write_temporary(Path(path), data)
+        temporary.replace(path)
+    else:
+        # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
+        with filesystem.open_output_stream(path, compression=None) as stream:
+            stream.write(data)
+
+
+def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
+    """Writes a file that need not fit into memory. Locally it is there when it is whole; in an object store
+    a write that fails may leave its beginning."""
+    filesystem, path = locate(uri)
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        with filesystem.open_output_stream(path, compression=None, buffer_size=_AHEAD_BYTES) as out:
+            for piece in pieces:
+                out.write(piece)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _write_temporary(Path(path), pieces).replace(path)
+
+
+def create_bytes(uri: str, data: bytes) -> bool:
+    """Creates a file. False: there is one already, which stays as it is.
+
+    One atomic step, locally and in S3, GCS and Azure. In other stores, which only fsspec knows, the later
+    one of two that write at the same moment wins, and the earlier one may not notice.
+    """
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        temporary = _write_temporary(Path(path), data)
+        try:
+            Path(path).hardlink_to(temporary)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+    parts = _URI.fullmatch(uri)
+    if parts and parts[1] in object_store.SCHEMES:
+        region = str(getattr(filesystem, "region", ""))
+        root, key = f"{parts[1]}://{parts[2]}", parts[3].strip("/")
+        return object_store.create(root, key, data, region, parts[4] or "")
+    if exists(uri):
+        return False
+    write_bytes(uri, data)
+    return read_bytes(uri) == data
+
+
+def _write_temporary(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
+    """A file next to `path`. Its name is hidden: a write that is killed leaves it behind, until
+    `remove_unfinished`."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("wb") as stream:
+            for piece in (data,) if isinstance(data, (bytes, pa.Buffer)) else data:
+                stream.write(piece)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:  # such as a full disk, which half a file should not fill further
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def remove_unfinished(uri: str, deep: bool = True) -> None:
+    """Removes what writes that were killed have left in a local folder, and `deep` below it.
+
+    Nobody else may be writing there. In an object store there is nothing: an upload that ends early is no
+    object.
+    """
+    if is_local(uri):
+        folder = Path(absolute(uri))
+        for file in (folder.rglob if deep else folder.glob)(f".*{_TEMPORARY_SUFFIX}"):
+            file.unlink(missing_ok=True)
+
+
+def delete(uri: str) -> None:
+    """Removes a file or a folder with all below it, if it is there and nobody else is removing it."""
+    filesystem, path = locate(uri)
+    kind = filesystem.get_file_info(path).type
+    with suppress(FileNotFoundError):
+        if kind == pafs.FileType.Directory:
+            filesystem.delete_dir(path)
+        elif kind == pafs.FileType.File:
+            filesystem.delete_file(path)
+
+
+def upload(folder: Path, uri: str) -> None:
+    """Copies a local folder's files to `uri`, which may be local too."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for future in [pool.submit(_upload, file, join(uri, file.relative_to(folder).as_posix()))
+                     for file in files]:  # fmt: skip
+            future.result()
+
+
+def _upload(file: Path, uri: str) -> None:
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        write_bytes(uri, file.read_bytes())
+        return
+    with file.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
+        shutil.copyfileobj(source, target, _AHEAD_BYTES)
+
+
+def file_digest(data: bytes | pa.Buffer) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def walk_json(uri: str) -> Iterator[str]:
+    """The JSON files right in a folder, also where their names are hidden from `list_files`."""
+    filesystem, root = locate(uri)
+    selector = pafs.FileSelector(root, recursive=False, allow_not_found=True)
+    for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
+        if info.type == pafs.FileType.File and info.path.endswith(".json"):
+            yield join(uri, posixpath.basename(info.path))

@@ -1,0 +1,124 @@
+"""Which failures another try may mend, and trying again; unwraps exceptions of other machines from Ray's
+wrappers."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from safetensors import SafetensorError
+
+from pipeline.config import BadInput, Stopped
+
+ResultT = TypeVar("ResultT")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+# What the same code does again with the same input. Other errors (a lost node, a full disk, a broken
+# connection, CUDA) may be a machine's fault. NotImplementedError is a RuntimeError, as CUDA's errors are.
+DETERMINISTIC = (
+    BadInput, Stopped, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+    NameError, NotImplementedError, TypeError, ValueError,
+)  # fmt: skip
+
+# A disk is full or over its quota, a place is not to be written to, or a file is too large for it.
+_STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG,
+    errno.EIO,
+}  # fmt: skip
+
+# What stores call it, and what a person should know. Another try mends none of them.
+_STORE_REFUSALS = {
+    "NO_SUCH_BUCKET|NoSuchBucket":
+        "there is no such bucket",
+    r"ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|Generic \w+ error(?=.*403 Forbidden)":
+        "the object store refuses access: no credentials, or a role without this right",
+    "INVALID_ACCESS_KEY_ID|InvalidAccessKeyId|UNRECOGNIZED_CLIENT|SIGNATURE_DOES_NOT_MATCH|"
+    "SignatureDoesNotMatch|INVALID_CLIENT_TOKEN_ID|EXPIRED_TOKEN|ExpiredToken":
+        "the object store does not accept the credentials",
+}  # fmt: skip
+
+_OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
+
+_WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
+
+DELAYS_S = (1.0, 4.0, 16.0)
+"""Before the second, third and fourth try: an object store that is overloaded, or a network that is away
+for a moment. The store's client has tried several times itself before it raises."""
+
+
+def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
+    """The innermost exception of one of the `kinds` that a task or a worker raised; None: there is
+    none."""
+    pending, visited_ids = [error], set[int]()
+    while pending:
+        exception = pending.pop()
+        if id(exception) in visited_ids:
+            continue
+        visited_ids.add(id(exception))
+        causes = [getattr(exception, name, None) for name in _WRAPPED]
+        failures = getattr(exception, "worker_failures", None)
+        causes += list(failures.values()) if isinstance(failures, dict) else []
+        # Ray makes a class that is both its own error and the cause's: the cause itself says more.
+        if isinstance(exception, kinds) and not isinstance(
+            getattr(exception, "cause", None), kinds
+        ):
+            return exception
+        pending += [cause for cause in causes if isinstance(cause, BaseException)]
+    return None
+
+
+def storage_failure(error: BaseException) -> BaseException | None:
+    """The error of the storage of a task, a worker or this process; None: the cause is another one."""
+    failure = cause_of(error, OSError, SafetensorError)
+    if isinstance(failure, OSError):
+        return failure if failure.errno in _STORAGE_ERRORS else None
+    return failure if "I/O error" in str(failure) else None  # safetensors gives no errno
+
+
+def store_out_of_reach(error: BaseException) -> str | None:
+    """The message of an object store that could not be reached after all retries; None: another cause."""
+    text = " ".join(str(cause_of(error, OSError) or "").split())
+    return text[:300] if re.search(_OUT_OF_REACH, text) else None
+
+
+def store_refusal(error: BaseException) -> str | None:
+    """Why an object store refuses a request for good, in one line; None: the cause is another one."""
+    failure = cause_of(error, OSError)
+    text = " ".join(str(failure).split())
+    for codes, meaning in _STORE_REFUSALS.items():
+        if failure is not None and (match := re.search(codes, text)):
+            key_match = re.search(r"(?:for|with) key '(.*?)' in bucket '(.*?)'", text)
+            location = f"{key_match[2]}/{key_match[1]}" if key_match else text.partition(": ")[0]
+            return f"{location}: {meaning} ({match[0]})"
+    return None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether it is an I/O error that may be gone in a moment: no full disk, no file or bucket that is not
+    there."""
+    permanent = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    return (
+        isinstance(error, OSError)
+        and not isinstance(error, permanent)
+        and storage_failure(error) is None
+        and store_refusal(error) is None
+    )
+
+
+def with_retries(action: Callable[[], ResultT], delays_s: Sequence[float] = DELAYS_S) -> ResultT:
+    """Returns the result of `action`, and tries again after transient errors, with each delay once.
+
+    Each delay is drawn from its half to its whole, so that a thousand tasks do not come back at once.
+    """
+    for delay in delays_s:
+        try:
+            return action()
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            time.sleep(delay * random.uniform(0.5, 1.0))
+    return action()

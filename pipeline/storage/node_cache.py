@@ -1,0 +1,217 @@
+"""Copies of remote folders on the disk of a node, which all processes of the node share.
+
+    <cache>/3f…/          the files of one version of one folder
+    <cache>/3f….lock      held while it is downloaded: the other processes wait instead of downloading too
+    <cache>/3f….used      held (shared) by every process that uses it; its time is that of the last use
+
+The cache lies in POLYRANK_CACHE (by default in the temporary folder) and takes POLYRANK_CACHE_GIB (by default
+half of that disk). The folders that have not been used for the longest time go first; one that a process
+uses stays, until the process ends or calls `release`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import storage
+from pipeline.config import require
+from pipeline.storage.failures import with_retries
+
+_RANGE_BYTES = 16 << 20
+_RANGES_AT_ONCE = 16  # a stream from S3 brings some 80 MB/s, a node's network 1 to 10 GB/s
+
+
+@dataclass
+class _Use:
+    """A folder that this process uses."""
+
+    descriptor: int
+    """The descriptor of the open file that is locked."""
+    users: int = 0
+
+
+_in_use: dict[Path, _Use] = {}
+_counting = threading.Lock()
+_collected: ContextVar[list[Path] | None] = ContextVar("collected uses", default=None)
+
+
+def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
+    """A local folder with the files of `uri`: itself if it is local, else a cached copy.
+
+    `version` names the contents (a fingerprint), so that a copy is never taken for another version.
+    `only`: the paths below `uri` that the copy needs; None: all. Copies of different parts are different.
+    """
+    if storage.is_local(uri):
+        return Path(storage.locate(uri)[1])
+    part = "" if only is None else f" {sorted(only)}"
+    name = hashlib.sha256(f"{uri} {version}{part}".encode()).hexdigest()[:24]
+    folder = cache_folder() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _use(folder)
+    try:
+        with _download_lock(folder):
+            if not folder.exists():
+                _download_version(uri, folder, only)
+    except BaseException:
+        release(folder)  # the caller has got no folder to release
+        raise
+    return folder
+
+
+def _download_version(uri: str, folder: Path, only: Collection[str] | None) -> None:
+    """Makes the cached copy `folder`, which appears when it is complete."""
+    sizes = storage.sizes_below(uri)
+    needed_bytes = sum(size for path, size in sizes.items() if only is None or path in only)
+    for leftover in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 32}"):  # of a killed process
+        shutil.rmtree(leftover)
+    _make_room(folder.parent, needed_bytes)
+    partial_folder = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    try:
+        download(uri, partial_folder, only)
+        partial_folder.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+
+
+def download(uri: str, folder: Path, only: Collection[str] | None = None) -> None:
+    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time.
+
+    `only`: the paths below `uri` that are copied; None: all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = storage.sizes_below(uri)
+    names = [
+        name for name in sizes if not storage.is_hidden(name) and (only is None or name in only)
+    ]
+    with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
+        futures = []
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.truncate(path, sizes[name])
+            for start in range(0, sizes[name], _RANGE_BYTES):
+                length = min(_RANGE_BYTES, sizes[name] - start)
+                futures.append(pool.submit(_copy, storage.join(uri, name), path, start, length))
+        for future in futures:
+            future.result()
+
+
+def _copy(uri: str, path: Path, start: int, length: int) -> None:
+    def read() -> bytes:
+        with storage.open_input(uri) as stream:
+            data: bytes = stream.read_at(length, start)
+        if len(data) != length:
+            raise OSError(f"{uri}: {len(data):,} bytes came of {length:,}")
+        return data
+
+    data = with_retries(read)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), data, start)
+
+
+def cache_folder() -> Path:
+    """The folder of this node for copies of artifacts and for notes about them."""
+    cache_path = os.environ.get("POLYRANK_CACHE")
+    return (
+        Path(cache_path)
+        if cache_path
+        else Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
+    )
+
+
+def _use(folder: Path) -> None:
+    """Keeps the folder from being removed, until each user has released it or this process ends."""
+    mark = folder.with_suffix(".used")
+    with _counting:
+        if folder not in _in_use:
+            mark.touch()
+            use = _Use(os.open(mark, os.O_RDONLY))
+            fcntl.flock(use.descriptor, fcntl.LOCK_SH)
+            _in_use[folder] = use
+        _in_use[folder].users += 1
+    if (collected := _collected.get()) is not None:
+        collected.append(folder)
+    os.utime(mark)
+
+
+def release(folder: Path) -> None:
+    """Ends one use of a folder of `local_folder`; those that are no copies need no release."""
+    collected = _collected.get()
+    if collected is not None and folder in collected:
+        collected.remove(folder)
+    with _counting:
+        if (use := _in_use.get(folder)) is None:
+            return
+        use.users -= 1
+        if not use.users:
+            os.close(_in_use.pop(folder).descriptor)
+
+
+@contextmanager
+def collect_uses() -> Iterator[list[Path]]:
+    """A list of the folders that this thread uses inside, one entry for each use that is not released there.
+
+    A loader of several models releases their copies with it: one call of `release` for each entry."""
+    folders: list[Path] = []
+    token = _collected.set(folders)
+    try:
+        yield folders
+    finally:
+        _collected.reset(token)
+
+
+@contextmanager
+def _download_lock(folder: Path) -> Iterator[None]:
+    """Waits for other processes of the node that download the folder; one that dies lets go."""
+    with folder.with_suffix(".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _make_room(cache: Path, needed_bytes: int) -> None:
+    """Removes unused folders, the longest unused first, until the others and `needed_bytes` fit."""
+    limit = _limit(cache)
+    marks = sorted(cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
+    sizes = {mark.stem: _size(cache / mark.stem) for mark in marks}
+    cached_bytes = sum(sizes.values())
+    for mark in marks:
+        if cached_bytes + needed_bytes <= limit:
+            return
+        with mark.open("rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            removed_folder = mark.with_suffix(f".{uuid.uuid4().hex}")
+            if mark.with_suffix("").exists():
+                mark.with_suffix("").rename(removed_folder)
+                shutil.rmtree(removed_folder)
+                cached_bytes -= sizes[mark.stem]
+
+
+def _limit(cache: Path) -> float:
+    if not (text := os.environ.get("POLYRANK_CACHE_GIB")):
+        return shutil.disk_usage(cache).total / 2
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    require(limit > 0, "POLYRANK_CACHE_GIB", text, "a number of GiB above 0")
+    return limit * 2**30
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

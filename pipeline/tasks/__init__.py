@@ -1,1 +1,0 @@
-"""Parts of `pipeline.shards` and training: the places where tasks run, their resources, and their reports."""

@@ -1,0 +1,62 @@
+"""Which device a process may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import ray
+import torch
+
+from pipeline.config import MAX_WAIT_VARIABLE, Stopped
+from pipeline.engine import waiting
+from pipeline.engine.resources import best_device
+
+
+def device_on_a_node_with_a_gpu(assigned: list[int]) -> str:
+    """Ray Train and Ray Serve run a user's code in a thread of their actors, not in the first one."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(ray, "get_gpu_ids", return_value=assigned),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        return pool.submit(best_device).result().type
+
+
+class Asked:
+    def device(self, assigned: list[int]) -> str:
+        return device_on_a_node_with_a_gpu(assigned)
+
+
+@pytest.mark.parametrize(("assigned", "device"), [([], "cpu"), ([3], "cuda")])
+def test_tasks_and_actors_have_the_gpus_that_they_asked_for(local_ray, assigned, device):
+    task: Callable[[list[int]], str] = device_on_a_node_with_a_gpu
+    assert ray.get(ray.remote(num_cpus=0)(task).remote(assigned)) == device
+    assert ray.get(ray.remote(num_cpus=0)(Asked).remote().device.remote(assigned)) == device
+
+
+def test_a_driver_has_all_of_its_machine(local_ray):
+    assert device_on_a_node_with_a_gpu([]) == "cuda"
+
+
+def test_without_gpus_it_is_the_cpu():
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert best_device().type == "cpu"
+
+
+def test_a_job_that_waits_for_others_says_so_and_gives_up(local_ray, monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "_SILENT_S", 1)
+    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 1)
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "0.02")
+    others = ray.remote(num_cpus=2)(Asked).remote()
+    ray.get(others.device.remote([]))
+    state = "1 CPU: 0 of 2 CPUs free, 2 held by others"
+    with pytest.raises(Stopped, match=f"waited 0.02 minutes for {state}; the same command resumes"):
+        waiting.await_room(1)
+    assert capsys.readouterr().err == f"waits for {state}\n"
+    ray.kill(others)
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "1")
+    waiting.await_room(1, processes=2)
+    waiting.await_node(2)

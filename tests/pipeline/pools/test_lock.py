@@ -1,0 +1,201 @@
+"""Locks and leases: one owner at a time, fresh while it lives, taken over when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import fsspec
+import pytest
+
+from pipeline import storage
+from pipeline.config import Stopped
+from pipeline.pools import lock
+from pipeline.pools.lock import current_locked, is_leased, lease, locked
+from pipeline.storage import locks
+
+
+@pytest.fixture(params=["local", "memory"])
+def pools(request, tmp_path):
+    """A folder of pools, also in an object store."""
+    yield str(tmp_path) if request.param == "local" else "memory://bucket/pools"
+    fsspec.filesystem("memory").store.clear()
+
+
+def files(pools: str) -> list[str]:
+    found = storage.walk_json(storage.join(pools, "_locks", "p"))
+    return [storage.name_of(uri) for uri in found]
+
+
+def leave(pools: str, number: int = 1, **facts) -> str:
+    """A lock that its owner has not released."""
+    uri = storage.join(pools, "_locks", "p", f"{number:08d}.json")
+    known = {"token": "t", "owner": "pid 1 on far", "machine": "far", "pid": 1, "since": 0.0}
+    text = json.dumps({**known, "until": time.time() + 100, **facts})
+    storage.write_bytes(uri, text.encode())
+    return uri
+
+
+def test_a_lock_is_held_by_one_and_free_afterwards(pools):
+    for _ in range(2):
+        with locked(pools, "p", 60):
+            assert len(files(pools)) == 1
+            with (
+                pytest.raises(
+                    Stopped, match=rf"pool p: pid {os.getpid()} on .*, since 2.* works on it"
+                ),
+                locked(pools, "p", 60),
+            ):
+                pass
+            with locked(pools, "q", 60):  # another pool is another matter
+                pass
+        assert files(pools) == []
+
+
+def test_the_lock_of_current_is_waited_for_and_is_another_one(pools, monkeypatch):
+    asked = list[float]()
+    with ExitStack() as owner, locked(pools, "p", 60):
+        owner.enter_context(current_locked(pools, "p"))
+        monkeypatch.setattr(lock.time, "sleep", lambda s: (asked.append(s), owner.close()))
+        with current_locked(pools, "p"):
+            assert len(asked) == 1
+        with current_locked(pools, "p"):
+            monkeypatch.setattr(lock, "_CURRENT_WAIT_S", -1.0)
+            with pytest.raises(Stopped, match="works on it"), current_locked(pools, "p"):
+                pass
+
+
+def test_a_lock_is_free_after_a_failure(pools):
+    with pytest.raises(ArithmeticError), locked(pools, "p", 60):
+        raise ArithmeticError
+    assert files(pools) == []
+
+
+def test_a_lock_that_nobody_renews_is_taken_over_and_that_is_said(pools, capsys):
+    leave(pools, number=4, until=time.time() - 1)
+    with locked(pools, "p", 60) as held:
+        assert files(pools) == ["00000005.json"]
+        assert "took over the lock of pid 1 on far, since 1970-01-01" in capsys.readouterr().out
+        held.check()
+
+
+def test_a_lock_of_another_machine_is_respected_until_its_time_is_out(pools):
+    leave(pools)
+    with pytest.raises(Stopped, match="pid 1 on far"), locked(pools, "p", 60):
+        pass
+
+
+def test_a_dead_process_of_this_machine_holds_no_lock(pools, capsys):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    leave(pools, machine=locks._machine(), pid=dead.pid)
+    with locked(pools, "p", 60):
+        assert "took over" in capsys.readouterr().out
+
+
+def test_a_living_process_of_this_machine_holds_its_lock(pools):
+    leave(pools, machine=locks._machine(), pid=os.getppid())
+    with pytest.raises(Stopped), locked(pools, "p", 60):
+        pass
+
+
+def test_of_many_that_come_at_once_one_holds_the_lock(tmp_path):
+    barrier, done = threading.Barrier(16), threading.Event()
+    held, refused = [], []
+
+    def come():
+        barrier.wait()
+        try:
+            with locked(str(tmp_path), "p", 60) as mine:
+                held.append(mine.number)
+                done.wait()
+        except Stopped:
+            refused.append(1)
+            if len(refused) == 15:
+                done.set()
+
+    leave(str(tmp_path), until=0)
+    threads = [threading.Thread(target=come) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert held == [2]
+    assert len(refused) == 15
+
+
+def test_who_has_lost_the_lock_is_told_before_it_publishes(pools):
+    with locked(pools, "p", 60) as slept:
+        held = leave(pools, number=slept.number + 1)  # as another does that found this one expired
+        with pytest.raises(Stopped, match="another job has taken over"):
+            slept.check()
+    assert storage.exists(held)  # and its lock stays
+
+
+def test_of_two_in_an_object_store_at_one_moment_only_the_later_one_may_publish():
+    with locked("memory://bucket/race", "p", 60) as first:
+        facts = json.loads(storage.read_bytes(first.lease_file.uri))
+        storage.write_bytes(first.lease_file.uri, json.dumps({**facts, "token": "later"}).encode())
+        with pytest.raises(Stopped):
+            first.check()
+    assert json.loads(storage.read_bytes(first.lease_file.uri))["token"] == "later"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
+    with locked(pools, "p", 60) as held:
+        first = json.loads(storage.read_bytes(held.lease_file.uri))
+        assert held.lease_file.renew()
+        second = json.loads(storage.read_bytes(held.lease_file.uri))
+        assert second["until"] > first["until"]
+        assert {**second, "until": 0} == {**first, "until": 0}
+
+
+def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
+    renew, beats = locks.LeaseFile.renew, threading.Semaphore(0)
+    failures = iter([OSError("the network is away")])
+
+    def counted(lease_file):
+        beats.release()
+        for failure in failures:
+            raise failure
+        return renew(lease_file)
+
+    monkeypatch.setattr(locks.LeaseFile, "renew", counted)
+    with locked(str(tmp_path), "p", 0.04):
+        for _ in range(3):
+            assert beats.acquire(timeout=60)
+
+
+def test_a_beat_ends_where_the_lock_is_another_s(pools):
+    with locked(pools, "p", 60) as held:
+        storage.write_bytes(held.lease_file.uri, b'{"token": "another", "until": 0}')
+        assert not held.lease_file.renew()
+        assert b"another" in storage.read_bytes(held.lease_file.uri)
+
+
+def test_a_lease_keeps_a_version_until_it_is_given_back_or_runs_out(pools):
+    version = storage.join(pools, "p", "v-1")
+    assert not is_leased(pools, "p", "v-1")
+    mine, other = lease(version), lease(version + "/")
+    assert is_leased(pools, "p", "v-1")
+    assert not is_leased(pools, "p", "v-2")
+    mine.stop()
+    assert is_leased(pools, "p", "v-1")
+    other.stop()
+    assert not is_leased(pools, "p", "v-1")
+    uri = storage.join(pools, "_leases", "p", "v-1", "old.json")
+    facts = {"token": "t", "machine": "far", "pid": 1, "until": time.time() - 1}
+    storage.write_bytes(uri, json.dumps(facts).encode())
+    assert not is_leased(pools, "p", "v-1")
+    assert not storage.exists(uri)
+
+
+def test_where_nothing_can_be_written_there_is_no_lease(tmp_path):
+    (tmp_path / "pools").write_text("a file")  # root may write into any folder
+    assert lease(str(tmp_path / "pools" / "p" / "v-1")) is None

@@ -1,0 +1,134 @@
+"""Rows that a search may answer with, from the file of candidates to the answer."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.config import BadInput
+from pipeline.corpora.formats.tables import TableFormat
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.raw import Reading
+from pipeline.engine.draft import Draft, draft
+from pipeline.pools import candidates
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS
+from pipeline.search import search
+from pipeline.search.filters import select
+
+KINDS = ["shoe", "shoe", "hat", None, "hat", "coat"]
+SCHEMA = pa.schema([*ROWS, pa.field("kind", pa.string()), pa.field("size", pa.string())])
+
+PLAIN = Privacy(redact=False, authors="plain", salt="")
+
+
+@pytest.fixture
+def pool(tmp_path, publish_pool) -> Pool:
+    """Rows id0 to id5, of one number each, 0 to 5, in two shards."""
+    out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
+    ids = [f"id{n}" for n in range(6)]
+    table = pa.table([ids, ids, ids, KINDS, ["1", "2"] * 3], SCHEMA)
+    matrix = np.arange(6, dtype=np.float32)[:, None]
+    return Pool.open(publish_pool(out, [(table[:4], matrix[:4]), (table[4:], matrix[4:])]).uri)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"allow": ["id4", "id1", "gone"]}, [1, 4]),
+        ({"allow": []}, []),
+        ({"deny": ["id5", "gone", "id0"]}, [1, 2, 3, 4]),
+        ({"where": {"kind": ["hat"]}}, [2, 4]),
+        ({"where": {"kind": ["hat", "coat"], "size": ["1"]}}, [2, 4]),
+        ({"where": {"kind": ["boat"]}}, []),
+        ({"allow": ["id2", "id5"], "deny": ["id2"], "where": {"size": ["2"]}}, [5]),
+    ],
+)
+@pytest.mark.parametrize("method", ["auto", "exact", "pruned"])
+def test_what_is_selected_is_what_is_found(pool, options, rows, method):
+    among = select(pool, **options)
+    assert np.flatnonzero(among).tolist() == rows
+    answer = search(pool, [[1.0]], 4, method=method, among=among)
+    assert answer.ids == [f"id{n}" for n in sorted(rows, reverse=True)[:4]]
+    assert answer.certified
+
+
+def test_a_few_rows_of_many_are_picked_out(tmp_path, publish_pool, monkeypatch):
+    out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
+    matrix = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)
+    ids = [f"id{n}" for n in range(5000)]
+    pool = Pool.open(publish_pool(out, [(pa.table([ids, ids, ids], ROWS), matrix)]).uri)
+    monkeypatch.setattr("pipeline.search.exact._scan_pool", None)
+    allowed = ["id7", "id2000", "id4999", *ids[100:110]]
+    answer = search(pool, [[1.0, 2.0, 3.0]], 20, among=select(pool, allow=allowed))
+    scores = {name: matrix[int(name[2:])] @ [1, 2, 3] for name in allowed}
+    assert answer.ids == sorted(allowed, key=lambda name: -scores[name])
+    assert answer.certified
+
+
+def test_a_column_that_is_not_kept_is_refused(pool):
+    assert pool.filter_columns == ["kind", "size"]
+    with pytest.raises(BadInput, match=r"where: 'colour' is not allowed; .* \(kind, size\)"):
+        select(pool, where={"colour": ["red"]})
+    with pytest.raises(BadInput, match="where: 'text' is not allowed"):
+        select(pool, where={"text": ["id1"]})
+
+
+def test_columns_come_along_from_the_candidates_as_text(tmp_path):
+    rows = [
+        {"id": 1, "text": "a", "kind": "hat", "size": 3},
+        {"id": 2, "text": "a", "kind": "coat", "size": 3},  # another candidate
+        {"id": 3, "text": "b", "kind": None, "size": 2.5},
+        {"id": 4, "text": "c", "kind": ["hat"], "size": 1},
+        {"id": 5, "text": "d", "size": 1},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
+    assert isinstance(out, Draft)
+    columns = ("id", "text", "kind", "size")
+    record = candidates._stage_piece(
+        out, "file-00000", (str(file), None), columns, 1000, Reading(), PLAIN, TableFormat()
+    )
+    table = candidates.read_rows(out, record.parts[0][0])
+    assert table.select(["id", "kind", "size"]).to_pylist() == [
+        {"id": "1", "kind": "hat", "size": "3"},
+        {"id": "2", "kind": "coat", "size": "3"},
+        {"id": "3", "kind": None, "size": "2.5"},
+    ]
+    assert len(set(table["content_hash"].to_pylist())) == 3
+    assert record.dropped == {
+        "no column kind": 1, "embed.filter_columns[0] kind: list; allowed: text, numbers, dates": 1,
+    }  # fmt: skip
+    assert record.counts == {"records": 5}
+
+
+@pytest.mark.parametrize("name", ["id", "text", "content_hash", ""])
+def test_names_that_a_pool_has_already_are_refused(name):
+    with pytest.raises(BadInput, match=r"embed.filter_columns: .* names of columns, but id, text"):
+        EmbedConfig(filter_columns=(name,))
+
+
+def test_a_text_stands_for_itself_and_is_not_taken_apart(pool):
+    assert select(pool, deny="id1").tolist() == [True, False, True, True, True, True]
+    assert select(pool, allow="id1").tolist() == [False, True, False, False, False, False]
+    assert select(pool, where={"kind": "hat"}).tolist() == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": {"size": 2}}, r"where\['size'\]: 2 is not allowed; allowed: texts"),
+        ({"where": {"size": [1]}}, r"where\['size'\]: 1 is not allowed"),
+        ({"allow": [1]}, "allow: 1 is not allowed"),
+        ({"deny": ["\ud800"]}, "deny: '.ud800' is not allowed"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_one_line(pool, options, message):
+    with pytest.raises(BadInput, match=message):
+        select(pool, **options)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline import storage
+from pipeline.artifact import open_artifact
+from pipeline.config import BadInput
+from pipeline.storage import node_cache
+
+
+def write(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+    return [str(folder / name) for name in names]
+
+
+@pytest.fixture
+def memory():
+    """An object store in this process."""
+    yield "memory://bucket"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_folder_stands_for_the_files_below_it_without_hidden_ones(tmp_path):
+    b, a = write(tmp_path, "x/b", "x/deep/a")
+    write(tmp_path, "x/.hidden", "x/_tasks/c", "x/.git/d")
+    assert storage.expand([str(tmp_path / "x")]) == [b, a]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path):
+    a, b = write(tmp_path, "x/a", "x/b")
+    assert storage.expand([b, str(tmp_path / "x"), b]) == [b, a]
+
+
+def test_a_file_named_by_itself_may_be_hidden(tmp_path):
+    (hidden,) = write(tmp_path, "_a")
+    assert storage.expand([hidden]) == [hidden]
+
+
+def test_input_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadInput, match=f"^--input {tmp_path}/none: no such file or folder$"):
+        storage.expand([str(tmp_path / "none")])
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(BadInput, match="holds no files"):
+        storage.expand([str(tmp_path)])
+
+
+def test_no_input_at_all_is_refused():
+    with pytest.raises(BadInput, match="--input"):
+        storage.expand([])
+
+
+def test_a_folder_that_somebody_else_is_removing_is_removed(tmp_path, monkeypatch):
+    """Such as a dry run that removes its plan while a night removes all plans of dead jobs."""
+    write(tmp_path, "x/a", "x/deep/b")
+    disk, path = storage.locate(str(tmp_path / "x"))
+
+    class RacedDisk:
+        get_file_info = disk.get_file_info
+
+        def delete_dir(self, path):
+            shutil.rmtree(path)
+            disk.delete_dir(path)
+
+    monkeypatch.setattr(storage, "locate", lambda uri: (RacedDisk(), path))
+    storage.delete(path)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_query_stays_at_the_end_of_a_uri():
+    query = "?region=eu-1&endpoint_override=http://store:9000/x"
+    folder = f"s3://bucket/pools{query}"
+    file = storage.join(folder, "p", "CURRENT")
+    assert file == f"s3://bucket/pools/p/CURRENT{query}"
+    assert storage.name_of(file) == "CURRENT"
+    assert storage.name_of(folder) == "pools"
+    assert storage.parent_of(file) == storage.join(folder, "p")
+    assert storage.without_query(file) == "s3://bucket/pools/p/CURRENT"
+    local = storage.join("/data/why?", "a")  # a local name may hold a question mark
+    assert (local, storage.parent_of(local)) == ("/data/why?/a", "/data/why?")
+
+
+def test_files_below_a_uri_with_a_query_are_listed_read_and_copied(tmp_path, memory, monkeypatch):
+    plain = storage.locate
+
+    def locate(uri):
+        path, _, query = uri.partition("?")
+        assert not uri.startswith("memory") or query == "region=eu"
+        return plain(path)
+
+    monkeypatch.setattr(storage, "locate", locate)
+    folder = f"{memory}/x?region=eu"
+    storage.write_bytes(storage.join(folder, "deep", "a"), b"1")
+    assert storage.list_files(folder) == [f"{memory}/x/deep/a?region=eu"]
+    assert storage.read_bytes(storage.list_files(folder)[0]) == b"1"
+    node_cache.download(folder, tmp_path)
+    assert (tmp_path / "deep" / "a").read_bytes() == b"1"
+    with pytest.raises(BadInput, match="not a corpus"):
+        open_artifact(folder, "corpus")
+
+
+def test_an_unknown_scheme_is_named():
+    with pytest.raises(BadInput, match=r"^nope://x/y: no file system for this URI"):
+        storage.expand(["nope://x/y"])
+
+
+@pytest.mark.parametrize("scheme", ["local", "file", "memory"])
+def test_files_are_written_listed_read_and_deleted_alike_everywhere(scheme, tmp_path, memory):
+    root = {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": memory}[scheme]
+    uri = storage.join(root, "a", "b.txt")
+    assert not storage.exists(uri)
+    storage.write_bytes(uri, b"one")
+    storage.write_bytes(uri, b"three")
+    assert storage.read_bytes(uri) == b"three"
+    assert (storage.size_of(uri), storage.name_of(uri)) == (5, "b.txt")
+    assert storage.list_files(root) == [uri]
+    assert storage.expand([root]) == [storage.absolute(uri)]
+    storage.delete(storage.join(root, "a"))
+    assert not storage.exists(uri)
+    assert storage.list_files(root) == []
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_path, monkeypatch):
+    (uri,) = write(tmp_path, "a")
+
+    def power_cut(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", power_cut)
+    with pytest.raises(KeyboardInterrupt):
+        storage.write_bytes(uri, b"new")
+    assert storage.read_bytes(uri) == b"text of a"
+    assert storage.list_files(str(tmp_path)) == [uri]
+
+
+def test_a_remote_folder_is_copied_once_for_each_version(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    uri = storage.join(memory, "model")
+    storage.write_bytes(storage.join(uri, "deep", "a"), b"1")
+    first = node_cache.local_folder(uri, "v1")
+    assert (first / "deep" / "a").read_bytes() == b"1"
+    storage.write_bytes(storage.join(uri, "deep", "a"), b"2")
+    assert node_cache.local_folder(uri, "v1") == first
+    assert (node_cache.local_folder(uri, "v2") / "deep" / "a").read_bytes() == b"2"
+
+
+def test_a_copy_stays_until_its_last_user_releases_it(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1.5 / 1024))  # one of them
+    for name in ("one", "two", "three"):
+        storage.write_bytes(storage.join(memory, name, "x"), b"." * (1 << 20))
+    one, _ = (node_cache.local_folder(storage.join(memory, "one"), "v") for _ in range(2))
+    node_cache.release(one)
+    node_cache.local_folder(storage.join(memory, "two"), "v")
+    assert one.exists()
+    node_cache.release(one)
+    node_cache.local_folder(storage.join(memory, "three"), "v")
+    assert not one.exists()
+
+
+def test_a_download_that_fails_is_no_use_of_the_copy(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1 / 2**30))
+    for name in ("one", "two"):
+        storage.write_bytes(storage.join(memory, name, "x"), b".")
+    one = storage.join(memory, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(node_cache, "with_retries", lambda read: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            node_cache.local_folder(one, "v")
+    copy = node_cache.local_folder(one, "v")
+    node_cache.release(copy)
+    node_cache.local_folder(storage.join(memory, "two"), "v")
+    assert not copy.exists()
+
+
+def test_a_local_folder_is_its_own_copy(tmp_path):
+    assert node_cache.local_folder(str(tmp_path), "v1") == tmp_path
+    assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path

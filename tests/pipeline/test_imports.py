@@ -1,0 +1,38 @@
+"""The rooms of the library stand on each other in one order."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def imported_modules(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """The `modules` that a file imports, also inside functions and for types only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules else node.module for name in names)
+
+
+@pytest.mark.parametrize("depth", [2, 9], ids=["rooms", "modules"])
+def test_nothing_imports_itself_through_others(depth):
+    """A room is a module or a package right below `pipeline`, with all that lies in it."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "pipeline").rglob("*.py")
+    }
+    sorter = TopologicalSorter[str]()
+    for module, path in paths.items():
+        for imported in imported_modules(path, paths):
+            importer, other = (".".join(name.split(".")[:depth]) for name in (module, imported))
+            if other not in (importer, "pipeline"):
+                sorter.add(importer, other)
+    sorter.prepare()  # raises CycleError, which names the circle
