@@ -51,7 +51,7 @@ DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/
 DATA_OF_paper := $(DATA_OF_finetune)
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
 DATA_OF_corpora := --kills 2
-DATA_OF_embed := --data $(or $(DATA),.data) --kills 2
+DATA_OF_embed := --data $(or $(DATA),.data)
 DATA_OF_intents := --data $(or $(DATA),.data)
 
 benchmark: $(BENCHMARKS:%=benchmark-%)
@@ -67,7 +67,7 @@ lint: .venv/installed
 
 # After a change of the HTTP interface; a test compares.
 openapi: .venv/installed
-	$(BIN)/python -m serve.api > serve/openapi.json
+	$(BIN)/python -m serve.http.api > serve/openapi.json
 
 # After a change of kuberay/raycluster.yaml or serve/config.cluster.yaml; a test compares.
 kuberay: .venv/installed

@@ -20,7 +20,7 @@ VERBS = (
     "generate_dump", "prepare_corpus", "inspect", "clean_corpus",
     # models
     "train_tokenizer", "tokenize_corpus", "pretrain", "finetune", "score_candidates", "evaluate",
-    "classify_intents", "convert_model",
+    "evaluate_search", "classify_intents", "convert_model",
     # pools, and what follows them
     "embed_pool", "search", "promote", "serve", "deploy",
     # clusters, and everything at once

@@ -9,6 +9,7 @@ from typing import Literal
 
 from jobs import program
 from jobs.benchmarks import measure
+from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
@@ -37,31 +38,29 @@ class Config:
     """`small` takes minutes. `full` has the size that BENCHMARKS.md compares with the targets. For paper:
     which recipes of jobs/configs/finetune are trained."""
     kills: int = 20
-    """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
+    """For corpora: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
     with intent/banking77."""
-    table: Literal[2, 3, 4, 5, 6, 7, 8, "distill", "encoders"] = 5
-    """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
-    7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
-    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
+    table: Literal[2, 4, 5, "distill", "encoders"] = 5
+    """For paper: 2 negatives, 4 models, 5 inference time. distill: what poly-64 learns from a cross-encoder,
+    on a corpus of jobs.score_candidates. encoders: rankers from several encoders, beside those from the
+    first."""
     encoder: tuple[str, ...] = ()
-    """For finetune, paper and gpu: an encoder, as for jobs.finetune. gpu makes a new one by default;
-    --table encoders takes several. For embed: the encoder whose time is measured by the length of a text;
-    all-MiniLM by default. For serve: an encoder of sentence-transformers, whose own services are measured
-    beside polyrank's."""
+    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several. For embed:
+    the encoder whose time is measured by the length of a text; all-MiniLM by default. For serve: one of
+    sentence-transformers, whose own services are measured beside polyrank's."""
     corpus: tuple[str, ...] = ()
     """For convert and finetune: a corpus. For paper: one corpus for each task. For profile, search and
     serve: contexts of the first corpus are the questions, and the turns of all corpora are the
-    candidates. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may be
-    tokenized."""
+    candidates. For pretrain: a corpus instead of the sample corpora; it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
     """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
     that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, kills, length, plan; for finetune: bf16,
+    """For paper: names of the table's rows; for embed: rate, night, length, plan; for finetune: bf16,
     fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
@@ -124,112 +123,93 @@ class Config:
         )
         require(takes_only or self.part == "serve" or not self.only, "only", self.only,
                 "none, but for embed, finetune, serve, and paper's tables other than 5")  # fmt: skip
-        if self.part in ("gpu", "pretrain"):
+        if self.part == "pretrain":
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
         require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
                 f"finetune, paper, pretrain, with {' '.join(self.overrides)}")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
-    encoder_uri = config.encoder[0] if config.encoder else ""
-    work = Path(config.work).absolute()
+    """A part imports its libraries only where it is measured."""
     if storage.is_local(config.work):
-        work.mkdir(parents=True, exist_ok=True)
-    if config.part == "paper" and config.table != 5:
-        from jobs.benchmarks.paper import sweep
-        from jobs.benchmarks.paper.trials import Setting
+        Path(config.work).mkdir(parents=True, exist_ok=True)
+    source = measure.source(config.size)
+    rows = _measure(config, Path(config.work).absolute(), source)
+    measure.report(rows, config.json, source)
+    figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
+    return {"rows": figures, "machine": measure.environment()}
 
-        setting = Setting(
-            config.encoder, config.size, config.split, config.max_examples, config.overrides,
+
+def _measure(config: Config, work: Path, source: dict[str, str]) -> list[BenchmarkRow]:
+    size, only = config.size, config.only
+    if config.part == "paper" and config.table != 5:
+        from jobs.benchmarks.paper import sweep, trials
+
+        setting = trials.Setting(
+            config.encoder, size, config.split, config.max_examples, config.overrides,
             storage.absolute(config.work),
         )  # fmt: skip
-        rows = sweep.measure(config.table, config.corpus, config.only, config.seeds, setting)
-    elif config.part == "paper":
-        encoder, _ = open_encoder(encoder_uri)
-        corpus = open_artifact(config.corpus[0], "corpus")
-
-        from jobs.benchmarks import inference_time
-
-        rows = inference_time.measure(config.size, encoder.local(), corpus)
-    elif config.part == "finetune":
-        encoder, _ = open_encoder(encoder_uri)
-
+        return sweep.measure(config.table, config.corpus, only, config.seeds, setting)
+    encoder_uri = config.encoder[0] if config.encoder else ""
+    reads_encoder = config.part in ("embed", "finetune", "paper") and encoder_uri
+    encoder = open_encoder(encoder_uri)[0].local() if reads_encoder else None
+    model = open_artifact(config.model, "ranker") if config.model else None
+    if config.part == "finetune" and encoder:
         from jobs.benchmarks import finetune_rate
 
-        rows = finetune_rate.measure(
-            config.size, encoder.local(), config.corpus[0], config.only, config.overrides, work
+        return finetune_rate.measure(size, encoder, config.corpus[0], only, config.overrides, work)
+    if config.part == "pretrain":
+        from jobs.benchmarks import pretrain
+
+        return pretrain.measure(size, config.corpus, config.overrides, work)
+    if config.part == "embed":
+        from jobs.benchmarks import embed
+
+        return embed.measure(size, Path(config.data), work, only, encoder)
+    if config.part == "gpu":
+        from jobs.benchmarks import gpu
+
+        return gpu.measure(
+            config.device, lambda rows: measure.write_rows(rows, config.json, source)
         )
-    elif config.part == "search":
-        model = open_artifact(config.model, "ranker")
-        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+    if config.part == "intents":
+        from jobs.benchmarks import intents
 
-        from jobs.benchmarks import search
+        return intents.measure(size, Path(config.data), work)
+    if config.part == "cluster":
+        from jobs.benchmarks import object_store
 
-        rows = search.measure(config.size, model, query_corpora, work)
-    elif config.part == "profile":
-        model = open_artifact(config.model, "ranker")
-        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+        return object_store.measure(size, work)
+    if config.part == "corpora":
+        from jobs.benchmarks import corpora
 
-        from jobs.benchmarks import hot_paths
+        return corpora.measure(size, work, config.kills)
+    opened = [open_artifact(uri, "corpus") for uri in config.corpus]
+    if config.part == "paper" and encoder:
+        from jobs.benchmarks.paper import inference_time
 
-        rows = hot_paths.measure(config.size, model, query_corpora, work)
-    elif config.part == "serve" and config.url:
-        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+        return inference_time.measure(size, encoder, opened[0])
+    if config.part == "convert":
+        from jobs.benchmarks import convert
 
+        return convert.measure(size, opened[0], model, work)
+    if config.part == "serve" and config.url:
         from jobs.benchmarks.serving import any_service
 
         url = config.url.rstrip("/")
-        rows = any_service.measure(config.size, url, config.pool, query_corpora, config.only, work)
-    elif config.part == "serve":
-        model = open_artifact(config.model, "ranker")
-        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+        return any_service.measure(size, url, config.pool, opened, only, work)
+    assert model is not None
+    if config.part == "search":
+        from jobs.benchmarks import search
 
-        from jobs.benchmarks.serving import parts
+        return search.measure(size, model, opened, work)
+    if config.part == "profile":
+        from jobs.benchmarks import hot_paths
 
-        rows = parts.measure(config.size, model, query_corpora, encoder_uri, config.only, work)
-    elif config.part == "convert":
-        corpus = open_artifact(config.corpus[0], "corpus")
-        convert_model = open_artifact(config.model, "ranker") if config.model else None
+        return hot_paths.measure(size, model, opened, work)
+    from jobs.benchmarks.serving import parts
 
-        from jobs.benchmarks import convert
-
-        rows = convert.measure(config.size, corpus, convert_model, work)
-    elif config.part == "pretrain":
-        from jobs.benchmarks import pretrain
-
-        rows = pretrain.measure(config.size, config.corpus, config.overrides, work)
-    elif config.part == "gpu":
-        from jobs.benchmarks import gpu
-
-        run_source = measure.source(config.size)
-        rows = gpu.measure(
-            config.device, encoder_uri, config.corpus, work,
-            lambda rows: measure.write_rows(rows, config.json, run_source),
-        )  # fmt: skip
-    elif config.part == "intents":
-        from jobs.benchmarks import intents
-
-        rows = intents.measure(config.size, Path(config.data), work)
-    elif config.part == "cluster":
-        from jobs.benchmarks import object_store
-
-        rows = object_store.measure(config.size, work)
-    elif config.part == "embed":
-        source = open_encoder(encoder_uri)[0] if encoder_uri else None
-
-        from jobs.benchmarks import embed
-
-        encoder_folder = source.local() if source else None
-        rows = embed.measure(
-            config.size, Path(config.data), work, config.kills, config.only, encoder_folder
-        )
-    else:
-        from jobs.benchmarks import corpora
-
-        rows = corpora.measure(config.size, work, config.kills)
-    measure.report(rows, config.json, measure.source(config.size))
-    figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
-    return {"rows": figures, "machine": measure.environment()}
+    return parts.measure(size, model, opened, encoder_uri, only, work)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ def session(
     if address := os.environ.get("RAY_ADDRESS"):
         start = functools.partial(start, address)
     else:
-        # Serve's proxies answer errors in our shape, and bound what a client sends, before a replica does.
-        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve.guard:in_proxy")
         start = functools.partial(
             start, "local", num_cpus=cpus or os.cpu_count(), include_dashboard=dashboard
         )

@@ -34,7 +34,15 @@ from pipeline import storage
 from pipeline.config import BadInput, Stopped, require
 
 _ROOT = Path(__file__).parents[1]
-_PORTS = {"Ray": 6379, "dashboard": 8265, "service": 8000, "MLflow": 5000, "S3": 9000}
+_PORTS = {
+    "Ray": 6379,
+    "dashboard": 8265,
+    "service": 8000,
+    "MLflow": 5000,
+    "S3": 9000,
+    "statistics": 8404,  # of HAProxy; a port more for the second node
+    "metrics": 9101,
+}
 _HEAD, _WORKER = "127.0.0.2", "127.0.0.3"  # two addresses, as two machines have
 _START_S = 300.0  # a server that does not answer by then has failed
 _SWAP_S = 120.0  # a service follows a new version within seconds
@@ -53,8 +61,8 @@ class Config:
     work: str = ".cluster-demo"
     """Folder for logs and settings, below the working directory. What an earlier demo left is removed."""
     ports_from: int = 0
-    """Added to each port (Ray 6379, dashboard 8265, service 8000, MLflow 5000, S3 9000), for a machine on
-    which others use them."""
+    """Added to each port (Ray 6379, dashboard 8265, service 8000, MLflow 5000, S3 9000, HAProxy 8404, 9101),
+    for a machine on which others use them."""
     keep: bool = False
     """Leave the cluster and the service up until Ctrl-C."""
 
@@ -194,6 +202,7 @@ class _Machine:
     - `ray stop` is left out, as it would end every Ray of this machine, and so is the head's autoscaler,
       which would look for the other machines by ssh;
     - the worker says that it has 10 cores and a GPU, so that two replicas of 4 cores and a job fit;
+    - the HAProxy of each node has ports and files of its own;
     - MLflow keeps its runs in sqlite, not PostgreSQL.
     """
 
@@ -372,12 +381,27 @@ class _Machine:
             *_, command = file[f"{role}_start_ray_commands"]  # the one before it is `ray stop`
             command = re.sub(r" --autoscaling-config=\S+", "", self._here(command))
             variables, start = command.rsplit("; ", 1)
-            self._start(role, f"{start} {here} {options}", f"source ~/.bashrc; {variables};")
+            own = shlex.join(f"{name}={value}" for name, value in self._haproxy(role).items())
+            setup = f"source ~/.bashrc; {variables}; export {own};"
+            self._start(role, f"{start} {here} {options}", setup)
             log = self.work / f"{role}.log"
             _await(f"Ray's {role}", partial(_has_started, log), _START_S)
         text = (_ROOT / "serve/config.cluster.yaml").read_text()
         hashed = hashlib.sha256(self._token.encode()).hexdigest()
         self.deployed_file.write_text(self._here(text).replace("HASH,HASH", hashed))
+
+    def _haproxy(self, role: str) -> dict[str, str | int]:
+        """Ports and files of a node's HAProxy, which are for one in a machine."""
+        folder, offset = f"{self._temp}/haproxy-{role}", int(role == "worker")
+        values: dict[str, str | int] = {
+            "STATS_PORT": self._ports["statistics"] + offset,
+            "METRICS_PORT": self._ports["metrics"] + offset,
+            "CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+            "SOCKET_PATH": f"{folder}/admin.sock",
+            "SERVER_STATE_BASE": folder,
+            "SERVER_STATE_FILE": f"{folder}/server-state",
+        }
+        return {f"RAY_SERVE_HAPROXY_{name}": value for name, value in values.items()}
 
     def _cluster(self) -> dict[str, Any]:
         settings: dict[str, Any] = yaml.safe_load((_ROOT / "cluster.onpremise.yaml").read_text())

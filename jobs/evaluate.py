@@ -139,7 +139,7 @@ def run(config: Config) -> program.Summary:
             "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
     question_set = measure.questions
-    models = _models_by_name(artifacts)
+    models = models_by_name(artifacts)
     skipped = {} if config.slow else _slow_models(models, question_set.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
@@ -422,7 +422,7 @@ def _slow_models(
     return slow
 
 
-def _models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
+def models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
     """Models by the name of their row: the architecture, the folder, or both with the fingerprint."""
     from pipeline.models.ranker import load_ranker
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import time
 from contextlib import suppress
@@ -51,12 +50,9 @@ def run(config: Config) -> program.Summary:
     cluster.require_free(config.host, config.port)
 
     from serve.app import build
-    from serve.cross_origin import ORIGINS
 
     arguments = _arguments(config)
     app = build(arguments)
-    # For the proxies of the Ray that is started below.
-    os.environ.setdefault(ORIGINS, ",".join(arguments.origins))
 
     from ray import serve
 

@@ -204,19 +204,18 @@ def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]
 
 
 @contextmanager
-def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of a promotion of `model`, which makes no artifact."""
-    name = str(settings["registered_model"])
-    with _open("promote", name, {"model": model.reference()}, settings) as run:
+def start_search_evaluation(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
+    """Opens the run of an evaluation by a collection that is no artifact."""
+    inputs = {"model": model.reference()}
+    with _open("evaluate_search", Path(model.uri).name, inputs, settings) as run:
         yield run
 
 
 @contextmanager
-def start_sweep(
-    name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
-) -> Iterator[Run]:
-    """Opens the run of a comparison of many models, whose own runs lie beside it."""
-    with _open("benchmark", name, inputs, settings) as run:
+def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
+    """Opens the run of a promotion of `model`, which makes no artifact."""
+    name = str(settings["registered_model"])
+    with _open("promote", name, {"model": model.reference()}, settings) as run:
         yield run
 
 

@@ -37,13 +37,16 @@ from pipeline.models.settings import read_settings
 from pipeline.pools.shard import PoolPart
 from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
-from serve.api import create_app
-from serve.bearer_tokens import BearerTokens
+from serve import tracing
+from serve.batcher import Batch
 from serve.engine import Engine
 from serve.follower import Follower
-from serve.guard import log_to_stderr
+from serve.http.answered_by import ModelAnswer
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
+from serve.http.guard import log_to_stderr
 from serve.limits import Limits
-from serve.metrics import Metrics, count_errors
+from serve.metrics import Metrics
 from serve.service import Service
 from serve.shards import (
     OnMissingShard,
@@ -141,9 +144,15 @@ class Args(BaseModel):
         default=[],
         description="Origins whose pages may call the service (CORS); on the command line a,b.",
     )
+    names: list[str] = Field(
+        default=[],
+        description="Names that a request's `model` may say, beside the fingerprint; by default the last "
+        "part of `model`: poly of .demo/rankers/poly, dialogue of models:/dialogue@champion.",
+    )
+    playground: bool = Field(default=True, description="Whether `/` is the playground.")
     limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
 
-    @field_validator("pools", "sharded_pools", "origins", mode="before")
+    @field_validator("pools", "sharded_pools", "origins", "names", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
@@ -167,6 +176,7 @@ class Ranker:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         log_to_stderr()
+        tracing.install()
         self._args = args
         self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()
@@ -174,7 +184,7 @@ class Ranker:
         self._service = Service(
             lambda: self._champion_follower.engine,
             limits.waiting_s,
-            metrics.record_batch,
+            self._record_batch,
             metrics.record_ranking,
             limits.batch_rows,
             self._draw_candidate,
@@ -216,7 +226,7 @@ class Ranker:
         return {"candidate": candidate_fingerprint, "problems": problems}
 
     def _load(self, versions: Versions) -> Engine:
-        args = self._args
+        args, began = self._args, time.monotonic()
         local_pools, sharded_pools = (
             versions.pools[: len(args.pools)],
             versions.pools[len(args.pools) :],
@@ -242,6 +252,7 @@ class Ranker:
         except BaseException:
             engine.close()
             raise
+        self._metrics.record_load(time.monotonic() - began)
         _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
         return engine
 
@@ -254,9 +265,19 @@ class Ranker:
             args.origins,
             self._state,
             self._close,
-            self._metrics.record_answer,
-            count_errors("replica"),
+            self._record_answer,
+            self._metrics.record_error,
+            args.names or [args.model.rstrip("/").rpartition("/")[2].partition("@")[0]],
+            args.playground,
         )
+
+    def _record_batch(self, batch: Batch) -> None:
+        self._metrics.record_batch(batch)
+        self._metrics.record_queue(self._service.batcher)
+
+    def _record_answer(self, answer: ModelAnswer) -> None:
+        self._metrics.record_answer(answer)
+        self._metrics.record_queue(self._service.batcher)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""

@@ -21,6 +21,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -30,7 +31,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.errors import Refusal, overload_refusal, too_late_refusal
+from serve import tracing
+from serve.refusals import Refusal, overload_refusal, too_late_refusal
 
 _BULK = 4.0
 """Beside interactive requests, bulk requests get a fifth of the time."""
@@ -138,6 +140,8 @@ class _Call:
     part: _Part
     future: asyncio.Future[list[Any]]
     loop: asyncio.AbstractEventLoop
+    began: float = math.inf
+    """When its first row was computed."""
 
 
 @dataclass(order=True)
@@ -182,6 +186,16 @@ class Batcher:
             self._closed = True
             self._changed.notify()
 
+    @property
+    def requests(self) -> int:
+        """The requests that are admitted and not answered; of a list each."""
+        return sum(len(queue.parts) for queue in list(self._queues.values()))
+
+    @property
+    def waiting_rows(self) -> int:
+        """The rows that wait for a batch."""
+        return sum(map(len, list(self._rows.values())))
+
     def problem(self) -> str:
         """The reason why no request can be computed, or ""."""
         busy_since = self._busy_since
@@ -223,8 +237,7 @@ class Batcher:
         waiting_s = self._waiting_s(is_bulk, request, own_s)
         if waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
-        is_full = self._waiting_s(False) > self._max_wait_s  # or smaller requests may pass
-        return overload_refusal(waiting_s, is_full)
+        return overload_refusal(waiting_s)
 
     @contextmanager
     def one_request(self) -> Iterator[None]:
@@ -292,7 +305,10 @@ class Batcher:
             self._changed.notify()
         try:
             async with asyncio.timeout(left_s) as timer:
-                return await call.future
+                results = await call.future
+            tracing.record("queue", since, call.began, stage=stage.name)
+            tracing.record(stage.name, call.began, time.monotonic(), rows=len(rows))
+            return results
         except TimeoutError:
             if timer.expired():
                 raise too_late_refusal() from None
@@ -332,6 +348,8 @@ class Batcher:
 
     def _compute(self, rows: list[_Row]) -> None:
         stage, began = rows[0].stage, time.monotonic()
+        for row in rows:
+            row.call.began = min(row.call.began, began)
         try:
             results = stage.run([row.row for row in rows])
             if len(results) != len(rows):

@@ -4,9 +4,9 @@
         for result in client.rank(["hi", "hello , what do you do ?"], pool="replies").results:
             print(result.score, result.text)
 
-Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, and after
-a connection that was refused or lost. The timeout covers all of this, waiting included. The client sends it
-along (`x-timeout-ms`), so the service computes nothing that would be late.
+Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, after a
+connection that was refused, and once after a replica died. The timeout covers all of this, waiting included.
+The client sends it along (`x-timeout-ms`), so the service computes nothing that would be late.
 
 HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install -e '.[client]'`.
 """
@@ -38,7 +38,17 @@ from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
 _FIRST_WAIT_S = 0.1  # after a lost connection; twice as long each time
-_JITTER = 0.5  # clients that were refused together come back over so much more of the wait
+_JITTER = 0.5  # the wait before a retry is stretched by up to 50 % at random
+_MOST_DEATHS = 2  # of replicas under one request, which may be what kills them
+_CODES_OF_RAY = {
+    404: "not_ready",
+    408: "too_late",
+    429: "overloaded",
+    500: "replica_died",
+    503: "not_ready",
+}
+"""What errors in plain text mean, which Serve's proxy and HAProxy give where no replica answers. Both say 500
+where a replica dies under a request; Serve's proxy says 404 until the application is deployed."""
 _SHOWN_CHARACTERS = 200  # of an answer that is not the service's
 
 ResultT = TypeVar("ResultT")
@@ -57,7 +67,7 @@ class ServiceError(Exception):
     ) -> None:
         super().__init__(message)
         self.code = code
-        """The service's; or unreachable, too_late, not_understood."""
+        """The service's; or unreachable, too_late, replica_died, not_understood."""
         self.message = message
         self.field = field
         """The wrong field of the request."""
@@ -215,18 +225,19 @@ class AsyncClient:
         headers = {"x-request-id": request_id or uuid.uuid4().hex}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
-        wait_s, attempts = 0.0, 0
+        wait_s, attempts, deaths = 0.0, 0, 0
         while True:
             left_s = deadline - time.monotonic() - wait_s
             headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
             await self._sleep(wait_s)
             outcome = await self._outcome(left_s, method, path, body, headers)
             attempts += 1
+            deaths += _may_have_died(outcome)
             if isinstance(outcome, httpx2.Response) and outcome.is_success:
                 return _parse_answer(outcome, parse)
             wait_s = _wait_s(outcome, attempts)
             is_over = attempts > retries or wait_s >= deadline - time.monotonic()
-            if is_over or not _is_worth_another_attempt(outcome):
+            if is_over or deaths >= _MOST_DEATHS or not _is_worth_another_attempt(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
     def _http_of_loop(self) -> httpx2.AsyncClient:
@@ -254,6 +265,9 @@ class AsyncClient:
         if isinstance(outcome, httpx2.RequestError):
             message = str(outcome) or type(outcome).__name__
             return ServiceError("unreachable", message, request_id=request_id)
+        if code := _code_of_ray(outcome):
+            message = f"HTTP {outcome.status_code}: {outcome.text[:_SHOWN_CHARACTERS]}"
+            return ServiceError(code, message, None, outcome.status_code, request_id)
         try:
             error = outcome.json()["error"]
             problem = (str(error["code"]), str(error["message"]), error["field"])
@@ -286,9 +300,24 @@ def _loop_of_process(process_id: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
+def _code_of_ray(answer: httpx2.Response) -> str:
+    """What an error says that no replica gave; "" for any other answer."""
+    is_plain = answer.headers.get("content-type", "").startswith("text/plain")
+    return _CODES_OF_RAY.get(answer.status_code, "") if is_plain else ""
+
+
+def _may_have_died(outcome: _Outcome) -> bool:
+    """Whether the replica, or a proxy, may have died under the request."""
+    if isinstance(outcome, httpx2.Response):
+        return _code_of_ray(outcome) == "replica_died"
+    is_lost = isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))
+    return is_lost and not isinstance(outcome, httpx2.ConnectError)
+
+
 def _is_worth_another_attempt(outcome: _Outcome) -> bool:
     if isinstance(outcome, httpx2.Response):
-        return outcome.status_code in _RETRIED_STATUSES
+        is_down = _code_of_ray(outcome) in ("not_ready", "replica_died")
+        return is_down or outcome.status_code in _RETRIED_STATUSES
     return isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TURNS = 1000
-MAX_CANDIDATES = 1000
+MAX_CANDIDATES = 10_000
 MAX_POOL_NAME = 200
-MAX_REQUESTS = 64
-MAX_TOP_K = 1000
+MAX_REQUESTS = 1_000
+MAX_TOP_K = 10_000
 MAX_TIMEOUT_MS = 60_000
 
 
 class Limits(BaseModel):
-    """The limits that an operator may set. The constants above are part of the interface (openapi.json)."""
+    """The limits that an operator may set. The constants above are part of the interface (openapi.json): no
+    operator may allow more."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,6 +23,16 @@ class Limits(BaseModel):
         default=64_000_000,
         ge=1_000_000,
         description="Size of the bodies of all requests at once. Bodies of 64 KiB or less always pass.",
+    )
+    candidates: int = Field(
+        default=1_000,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="Texts of a request: candidates, documents, inputs; and ids of `allow` and `deny`.",
+    )
+    top_k: int = Field(default=1_000, ge=10, le=MAX_TOP_K, description="Results of a request.")
+    requests: int = Field(
+        default=64, ge=1, le=MAX_REQUESTS, description="Requests in a list of them."
     )
     upload_s: float = Field(
         default=10.0, gt=0, description="Seconds in which the body must arrive."
@@ -34,6 +45,11 @@ class Limits(BaseModel):
         default=1024,
         ge=1,
         description="Most rows, of all requests, that are computed together.",
+    )
+    requests_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests of a sender in a second, in each replica; a sender may save up 10 s of them.",
     )
     waiting_s: float = Field(
         default=2.0,

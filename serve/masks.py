@@ -6,9 +6,10 @@ import asyncio
 import functools
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
+
+from cachetools import LRUCache
 
 from pipeline.arrays import Bools
 from pipeline.pools.pool import Pool
@@ -35,15 +36,20 @@ ALL_ROWS = RowFilter()
 
 
 class Masks:
-    """Masks by the digests of their filters; the longest unused ones go first. At least one stays, however
+    """Masks by the digests of their filters; the longest unused ones go first. One mask may stay, however
     large. A filter itself may be larger than its mask: it names up to a thousand ids."""
 
     def __init__(self, most_bytes: int = _BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._masks: OrderedDict[bytes, Bools] = OrderedDict()
+        def size(mask: Bools) -> int:
+            return min(most_bytes, mask.nbytes + ENTRY_BYTES)
+
+        self._masks: LRUCache[bytes, Bools] = LRUCache(most_bytes, size)
         self._lock = threading.Lock()
-        self.bytes = 0
+
+    @property
+    def bytes(self) -> int:
         """Size of all entries."""
+        return int(self._masks.currsize)
 
     async def allowed_rows(self, pool: Pool, rows: RowFilter) -> Bools | None:
         """The mask of a pool's rows that pass a filter; None: all rows.
@@ -59,17 +65,8 @@ class Masks:
         """The mask of a filter; it is made beside the event loop, because it reads all rows of a pool."""
         key = hashlib.sha256(repr(filter_key).encode()).digest()
         with self._lock:
-            if (mask := self._masks.get(key)) is not None:
-                self._masks.move_to_end(key)
-                return mask
+            if (known := self._masks.get(key)) is not None:
+                return known
         mask = await asyncio.get_running_loop().run_in_executor(None, make)
-        with self._lock:
-            # One array, because equal filters are searched together.
-            if key not in self._masks:
-                self._masks[key] = mask
-                self.bytes += mask.nbytes + ENTRY_BYTES
-            self._masks.move_to_end(key)
-            while len(self._masks) > 1 and self.bytes > self._most_bytes:
-                _, oldest_mask = self._masks.popitem(last=False)
-                self.bytes -= oldest_mask.nbytes + ENTRY_BYTES
-            return self._masks[key]
+        with self._lock:  # one array, because equal filters are searched together
+            return self._masks.setdefault(key, mask)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.serve import metrics
-from ray.util.metrics import Counter
 
-if TYPE_CHECKING:  # a proxy loads this module, and no torch
-    from serve.answered_by import ModelAnswer
-    from serve.batcher import Batch
-    from serve.service import RankAnswer
+from serve.batcher import Batch, Batcher
+from serve.http.answered_by import ModelAnswer
+from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-
-
-def count_errors(where: str) -> Callable[[int], None]:
-    """Counts the answers with an error, by status, that a replica or a proxy (`where`) gives itself."""
-    errors = Counter(  # with the same labels in both, so not Serve's, which has more in replicas
-        "polyrank_errors_total",
-        description="Answers with an error, by HTTP status and by who refused: replica or proxy.",
-        tag_keys=("status", "where"),
-    )
-    return lambda status: errors.inc(1, {"status": str(status), "where": where})
 
 
 class Metrics:
@@ -56,6 +44,11 @@ class Metrics:
             description="Tokens encoded, products of scores, questions searched.",
             tag_keys=("stage",),
         )
+        self._errors = metrics.Counter(
+            "polyrank_errors_total",
+            description="Answers with an error, by HTTP status.",
+            tag_keys=("status",),
+        )
         self._answers = metrics.Counter(
             "polyrank_answers_total",
             description="Questions answered, by model and pool version.",
@@ -82,6 +75,16 @@ class Metrics:
             description="Number of reasons, listed in /info, why the wanted versions are not served.",
             tag_keys=("of",),
         )
+        self._requests = metrics.Gauge(
+            "polyrank_requests", description="Requests admitted and not answered; of a list each."
+        )
+        self._waiting_rows = metrics.Gauge(
+            "polyrank_waiting_rows", description="Rows that wait for a batch."
+        )
+        self._load_seconds = metrics.Gauge(
+            "polyrank_load_seconds",
+            description="Seconds that the served model and pools took to load.",
+        )
         self._missing = metrics.Counter(
             "polyrank_missing_shards_total",
             description="Times that a shard of a pool did not answer in time.",
@@ -107,6 +110,19 @@ class Metrics:
         """Records the time of a model's answer, or of its failure."""
         tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
         self._answer_seconds.observe(answer.seconds, tags)
+
+    def record_load(self, seconds: float) -> None:
+        """Records that a model and its pools have been loaded."""
+        self._load_seconds.set(seconds)
+
+    def record_queue(self, batcher: Batcher) -> None:
+        """Records how much is under way and waits. It is called as often as either changes."""
+        self._requests.set(batcher.requests)
+        self._waiting_rows.set(batcher.waiting_rows)
+
+    def record_error(self, status: int) -> None:
+        """Records an answer with an error."""
+        self._errors.inc(1, {"status": str(status)})
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
         """Records that a shard did not answer in time."""

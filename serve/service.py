@@ -20,6 +20,7 @@ import torch
 from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
+from serve import tracing
 from serve.batcher import SENDER, Batch, Batcher, Stage
 from serve.engine import (
     Engine,
@@ -29,9 +30,9 @@ from serve.engine import (
     search_cost,
     search_share,
 )
-from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.masks import ALL_ROWS, RowFilter
+from serve.refusals import CODES, Refusal
 
 ResultT = TypeVar("ResultT")
 # Candidates of a pool that the second stage scores. Not tuned.
@@ -446,4 +447,6 @@ class Service:
             self._on_batch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
             return rows
 
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
+        rows = await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
+        tracing.record("tokenize", since, time.monotonic(), texts=len(texts))
+        return rows

@@ -40,9 +40,9 @@ from serve.engine import (
     search_share,
     search_stage,
 )
-from serve.errors import Refusal
 from serve.follower import close_later
 from serve.masks import Masks, RowFilter
+from serve.refusals import Refusal
 from serve.versions import RefusedPool
 
 OnMissingShard = Literal["refuse", "answer"]

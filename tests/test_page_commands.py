@@ -35,9 +35,9 @@ from pipeline.engine import executors
 from pipeline.pools.embed import EmbedConfig
 from pipeline.training import estimate
 from pipeline.training.settings import TokenizerConfig
-from serve import api
-from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
+from serve.http import api
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 from tests.pages import BLOCKS, ROOT, Block, is_listed, program_of
 from tests.serve.live import serving
@@ -148,6 +148,11 @@ def inputs(
     shutil.copy(folder / "articles.parquet", folder / "exports" / "replies" / "part.parquet")
     replies = [json.dumps({"id": f"r{n}", "text": f"reply {n}"}) for n in range(20)]
     (folder / "replies.jsonl").write_text("\n".join(replies))
+    (folder / "beir" / "faq" / "qrels").mkdir(parents=True)
+    texts = [json.dumps({"_id": f"{n}", "text": f"reply {n}"}) for n in range(20)]
+    for file in ("corpus", "queries"):
+        (folder / "beir" / "faq" / f"{file}.jsonl").write_text("\n".join(texts))
+    (folder / "beir" / "faq" / "qrels" / "test.tsv").write_text("1\t2\t1\n")
     (folder / "convai2").mkdir()
     for split in ("train", "valid"):  # both with candidates, as score_candidates needs them
         source = sample_files / "convai2" / "valid_self_original.sample.txt"
@@ -207,7 +212,7 @@ def inputs(
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
     return {
-        **{name: folder / name for name in ("faq.csv", "chats", "messages.csv", "banking77",
+        **{name: folder / name for name in ("faq.csv", "chats", "messages.csv", "banking77", "beir",
                                             "articles.parquet", "replies.jsonl", "intents")},
         "made-pools": folder / "pools",
         "dumps/2015": dumps,

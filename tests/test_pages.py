@@ -27,7 +27,8 @@ from ray.serve.scripts import cli as serve_program
 
 from jobs.benchmarks import report
 from pipeline.config import parse
-from serve import api, app, errors, metrics
+from serve import app, metrics
+from serve.http import api, errors
 from tests.pages import (
     BLOCKS,
     FILES,

@@ -7,9 +7,9 @@ all-MiniLM-L6-v2 through sentence-transformers at its defaults, on the same text
 
 from __future__ import annotations
 
-import os
+import functools
+import itertools
 import shutil
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from jobs.benchmarks.embed import minilm_folder
-from jobs.benchmarks.measure import BenchmarkRow
+from jobs.benchmarks.inputs import minilm_folder
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.artifact import Artifact
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
@@ -73,16 +73,13 @@ def _model_of_papers_size(
     tokenizer.save(subwords, folder / "vocabulary")
     new_ranker(ConvertConfig(), folder / "vocabulary", seed=0).save(folder / "model")
     size = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        ranker = load_ranker(folder / "model")
-        seconds.append(time.perf_counter() - began)
-    parameters = sum(part.numel() for part in ranker.network.buffers()) + sum(
-        part.numel() for part in ranker.network.parameters()
-    )
+    (seconds,) = in_turn({"load": lambda: load_ranker(folder / "model")}, 3).values()
+    ranker = load_ranker(folder / "model")
+    tensors = itertools.chain(ranker.network.buffers(), ranker.network.parameters())
+    parameters = sum(tensor.numel() for tensor in tensors)
+    note = f"{len(subwords):,} subwords (the paper: {_SUBWORDS:,})."
     detail = {"load, seconds": round(min(seconds), 3), "parameters": parameters,
-              "subwords": len(subwords)}  # fmt: skip
+              "subwords": len(subwords), "note": note}  # fmt: skip
     return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
@@ -98,35 +95,32 @@ def _rates(
         "ours": lambda batch: inference.candidate_vectors(ranker, batch),
         "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
     }
-    for encode in encoders.values():
-        encode(texts)  # the first pass allocates, and fills our tokenizer's memory
-    seconds: dict[str, list[float]] = {name: [] for name in encoders}
-    seconds_alone: dict[str, list[float]] = {name: [] for name in encoders}
-    for _ in range(rounds):
-        for name, encode in encoders.items():
-            began = time.perf_counter()
-            encode(texts)
-            seconds[name].append(time.perf_counter() - began)
-    for text in texts[:alone_count]:
-        for name, encode in encoders.items():
-            began = time.perf_counter()
-            encode([text])
-            seconds_alone[name].append(time.perf_counter() - began)
+    ways = {name: functools.partial(encode, texts) for name, encode in encoders.items()}
+    seconds = in_turn(ways, rounds)
+    ways_alone = {
+        (text, name): functools.partial(encode, [text])
+        for text in texts[:alone_count]
+        for name, encode in encoders.items()
+    }
+    seconds_alone = in_turn(ways_alone, 1)
     ratios = [b / a for a, b in zip(seconds["ours"], seconds["minilm"], strict=True)]
     tokens = [len(row) for row in ranker.candidate_rows(texts)]
     detail = {
         "texts": len(texts), "tokens in a text": round(float(np.mean(tokens)), 1),
         "precision": ranker.precision, "threads": torch.get_num_threads(),
+        "note": f"{len(texts):,} texts of {np.mean(tokens):.0f} tokens in the mean.",
         "seconds, by round": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
-        "load": os.getloadavg()[0],
     }  # fmt: skip
     name = "convert.encode_vs_minilm_sentence_transformers"
-    ms = {name: 1e3 * median(values) for name, values in seconds_alone.items()}
+    ms = {
+        side: 1e3 * median(times[0] for (_, name), times in seconds_alone.items() if name == side)
+        for side in encoders
+    }
     return [
         BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
             peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
         BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
-            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone_count}),
+            ratio=ms["minilm"] / ms["ours"], detail={"note": f"{alone_count} texts."}),
     ]  # fmt: skip
 
 
@@ -139,15 +133,10 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     if find_spec("onnx") and find_spec("onnxruntime"):
         encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
     inference.prepare(ranker, torch.device("cpu"))
-    seconds: dict[str, list[float]] = {name: [] for name in encoders}
-    for _ in range(1 + rounds):
-        for name, encode in encoders.items():
-            began = time.perf_counter()
-            encode()
-            seconds[name].append(time.perf_counter() - began)
-    best_rates = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
-    detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
-              in seconds.items()}, "load": os.getloadavg()[0]}  # fmt: skip
+    seconds = in_turn(encoders, rounds)
+    best_rates = {name: len(texts) / min(times) for name, times in seconds.items()}
+    detail = {"note": f"{len(texts):,} texts.", "seconds, by round": {k: [round(s, 3) for s in v] for k, v
+              in seconds.items()}}  # fmt: skip
     return [
         BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best_rates["bf16"],
             ratio=rate / best_rates["bf16"], detail=detail)
@@ -180,31 +169,29 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
 
 
 def _points_lost_in_8_bits(model: Artifact, question_set: Questions) -> BenchmarkRow:
-    """R@1 of the model in float32 less that of its blocks in 8 bits, in points."""
+    """R@1 of the model in float32 less that of its blocks in 8 bits."""
     scorer = load_scorer(model, precision="fp32")
-    float32_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    points = {"float32": _points(scorer, question_set)}
     scorer.ranker.quantise()
-    int8_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
-    detail = {"R@1/100": {"float32": round(float32_recall, 2), "int8": round(int8_recall, 2)},
-              "examples": len(question_set)}  # fmt: skip
-    return BenchmarkRow(
-        "convert.int8.points_lost", float32_recall - int8_recall, "points of R@1", detail=detail
-    )
+    points["int8"] = _points(scorer, question_set)
+    lost = points["float32"] - points["int8"]
+    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
+    return BenchmarkRow("convert.int8.points_lost", lost, "points of R@1", detail=detail)
 
 
 def _points_over_words(corpus: Artifact, model: Artifact, question_set: Questions) -> BenchmarkRow:
-    """R@1 in points above the better of BM25 and TF-IDF."""
+    """R@1 above the better of BM25 and TF-IDF."""
     texts = known_texts(corpus)
     scorers: dict[str, Scorer] = {
         "convert": load_scorer(model), "bm25": BM25.fit(texts), "tf-idf": TfIdf.fit(texts),
     }  # fmt: skip
-    recall_of_scorer = {
-        name: 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
-        for name, scorer in scorers.items()
-    }
-    points = recall_of_scorer["convert"] - max(recall_of_scorer["bm25"], recall_of_scorer["tf-idf"])
-    detail = {"R@1/100": {name: round(value, 2) for name, value in recall_of_scorer.items()},
-              "examples": len(question_set), "candidates": question_set.candidates}  # fmt: skip
-    return BenchmarkRow(
-        "convert.reddit_1_of_100.points_over_bm25", points, "points of R@1", detail=detail
-    )
+    points = {name: _points(scorer, question_set) for name, scorer in scorers.items()}
+    over = points["convert"] - max(points["bm25"], points["tf-idf"])
+    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
+    row = "convert.reddit_1_of_100.points_over_bm25"
+    return BenchmarkRow(row, over, "points of R@1", detail=detail)
+
+
+def _points(scorer: Scorer, question_set: Questions) -> float:
+    """R@1 in percent."""
+    return 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)

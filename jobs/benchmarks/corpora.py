@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import BenchmarkRow, Run, kill_often, run_job
+from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, job, kill_group, run_job, workers_of
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
@@ -29,12 +35,12 @@ def measure(size: str, work: Path, kills: int) -> list[BenchmarkRow]:
     runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
     largest = max(dumps)
     rows = [
-        _rate(dumps[largest], largest, runs[largest]),
+        _rate(dumps[largest], runs),
         *_growth(runs),
         _reader(work / f"corpus-{largest}"),
     ]
     if kills:
-        rows.append(_kills(dumps[min(dumps)], work, kills))
+        rows.append(_kills(dumps[min(dumps)], min(dumps), work, kills))
     return rows
 
 
@@ -48,10 +54,15 @@ def _prepare(dump: Path, output: Path) -> Run:
     return run_job("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
 
 
-def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
+def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
+    """Of the largest run."""
+    comments, run = max(runs.items())
     files = sorted(map(str, dump.glob("RC_*")))
     decompress, parse = _seconds_of(_decompress, files), _seconds_of(_parse, files)
     rate = comments / run.seconds
+    # The line through the times of all sizes has the start of processes at 0 comments.
+    start_s = np.polyfit(list(runs), [run.seconds for run in runs.values()], 1)[1]
+    note = f"{comments:,} comments in {run.seconds:.1f} s, some {max(0.0, start_s):.0f} s of them the start."
     return BenchmarkRow(
         "corpora.reddit.comments_per_s", rate, "comments/s on this machine",
         peer=_POLYAI_PER_WORKER, ratio=rate / _POLYAI_PER_WORKER,
@@ -64,6 +75,7 @@ def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
             "dump, bytes": sum(Path(file).stat().st_size for file in files),
             "examples": run.summary["counts"]["examples"],
             "core hours per billion comments": round((os.cpu_count() or 1) * 1e9 / rate / 3600, 1),
+            "note": note,
         },
     )  # fmt: skip
 
@@ -79,12 +91,15 @@ def _growth(runs: dict[int, Run]) -> list[BenchmarkRow]:
         for a, b in ((smallest, middle), (middle, largest))
     ]
     memory = runs[largest].peak_mib / runs[middle].peak_mib
+    sizes = f"{smallest:,}, {middle:,} and {largest:,} comments"
+    note = f"From {middle:,} to {largest:,} comments: {mib[middle]:,} and {mib[largest]:,} MiB."
     return [
         BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
-            detail={"MiB": mib, "curve": _curve(mib, "MiB")}),
+            detail={"MiB": mib, "curve": _curve(mib, "MiB"), "note": note}),
         BenchmarkRow("corpora.reddit.time_growth", slopes[1] / slopes[0],
             "seconds per further comment, ratio",
-            detail={"seconds": seconds, "curve": _curve(seconds, "seconds")}),
+            detail={"seconds": seconds, "curve": _curve(seconds, "seconds"),
+                    "note": f"{sizes}; each run includes Ray's start."}),
     ]  # fmt: skip
 
 
@@ -108,39 +123,52 @@ def _reader(corpus: Path) -> BenchmarkRow:
         ):
             pass
 
-    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
-    for _ in range(5):
-        for read, seconds in times.items():
-            began = time.perf_counter()
-            read()
-            seconds.append(time.perf_counter() - began)
-    our_rate, peer_rate = (len(rows) / min(seconds) for seconds in times.values())
+    seconds = in_turn({"ours": ours, "theirs": theirs}, 5)
+    our_rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
     return BenchmarkRow(
         "corpora.reader.vs_pyarrow_dataset",
         our_rate,
         "examples/s",
         peer=peer_rate,
         ratio=our_rate / peer_rate,
+        detail={"note": f"{len(rows):,} examples."},
     )
 
 
-def _kills(dump: Path, work: Path, kills: int) -> BenchmarkRow:
-    """Kills the job at random moments, goes on with the same command, and compares the rows."""
+def _kills(dump: Path, comments: int, work: Path, kills: int) -> BenchmarkRow:
+    """Kills the job at random moments, goes on with the same command, and compares the rows.
+
+    Half of the kills hit one worker, the others the driver with its node. A job that comes to its end between
+    two kills starts over.
+    """
     undisturbed, output = work / "undisturbed", work / "killed"
     seconds = _prepare(dump, undisturbed).seconds
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(f"{output}.partial", ignore_errors=True)
-    detail = kill_often(
-        "prepare_corpus",
-        ("--corpus", "reddit", "--input", dump, "--output", output),
-        kills,
-        seconds,
-        check_output=lambda: _require_same_corpus(undisturbed, output),
-        start_over=lambda: shutil.rmtree(output),
-    )
-    return BenchmarkRow(
-        "corpora.reddit.kills", kills, "kills; the rows are those of one run", detail=detail
-    )
+    command = ("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
+    rng, counts = random.Random(0), Counter[str]()
+    while counts.total() < kills:
+        with job(*command, stderr=subprocess.DEVNULL) as process:
+            while counts.total() < kills:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0, seconds))
+                    break
+                workers = workers_of(process.pid)
+                if rng.random() < 0.5 and workers:
+                    with suppress(psutil.Error):
+                        rng.choice(workers).kill()
+                        counts["worker"] += 1
+                else:
+                    kill_group(process)
+                    counts["driver and node"] += 1
+        if process.returncode == 0:
+            _require_same_corpus(undisturbed, output)
+            shutil.rmtree(output)
+    run_job(*command)
+    _require_same_corpus(undisturbed, output)
+    unit = "kills; the rows are those of one run"
+    detail = {**counts, "note": f"{comments:,} comments."}
+    return BenchmarkRow("corpora.reddit.kills", kills, unit, detail=detail)
 
 
 def _require_same_corpus(expected: Path, other: Path) -> None:

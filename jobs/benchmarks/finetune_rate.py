@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import random
 import shutil
 import time
@@ -65,6 +64,9 @@ def measure(
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
+    about = (
+        f"{_STEPS[size]} steps, the first ones included." if _STEPS[size] else "A whole training."
+    )
     make_pair = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
     rows, results = [], list[ScorerResult]()
     for precision in get_args(Precision):
@@ -76,17 +78,17 @@ def measure(
             BenchmarkRow(
                 f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
                 ours, "samples/s", peer=theirs, ratio=ours / theirs,
-                detail={"precision": precision, "load": os.getloadavg()[0]},
+                detail={"precision": precision, "note": about},
             )
         )  # fmt: skip
         if not results:  # for one precision only
             pair.train_theirs("dot")
             results = [pair.result(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")]
-    rows.append(_quality(*results))
+    rows.append(_quality(about, *results))
     return rows
 
 
-def _quality(ours: ScorerResult, *theirs: ScorerResult) -> BenchmarkRow:
+def _quality(about: str, ours: ScorerResult, *theirs: ScorerResult) -> BenchmarkRow:
     """R@1 beside the better of theirs, and whether the two differ."""
     r1 = {result.name: next(iter(result.metrics.values())) for result in (ours, *theirs)}
     best = max(theirs, key=lambda result: r1[result.name])
@@ -95,6 +97,7 @@ def _quality(ours: ScorerResult, *theirs: ScorerResult) -> BenchmarkRow:
         "finetune.quality_vs_sentence_transformers", r1[ours.name], "R@1", peer=r1[best.name],
         ratio=r1[ours.name] / r1[best.name],
         detail={
+            "note": f"{len(ours.ranking.ranks_N):,} questions. {about}",
             "theirs": {result.name: r1[result.name] for result in theirs},
             "difference": difference.difference,
             "interval of the difference": difference.interval,

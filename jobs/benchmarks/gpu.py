@@ -1,162 +1,221 @@
-"""Measurements that need a GPU, in ten minutes: tests; search; pre-training, fine-tuning, embedding, /rank.
+"""Measurements that need a GPU: search of 10 million candidates, and utilisation by pre-training.
 
-Each part's rows are written at once, so that a run that is stopped keeps them. With the device "cpu" the same
-code runs on tiny shapes, to see that it runs.
+The candidates are made up: directions whose numbers get smaller, as those of texts' vectors do. Only the
+number of rows that are scored again in float64 depends on that, and `detail` says it. Each part's rows are
+written at once, so that a run that is stopped keeps them. With the device "cpu" the same code runs on tiny
+shapes, to see that it runs.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
-import time
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
 
-import pyarrow.parquet as pq
+import numpy as np
+import pyarrow as pa
 import torch
+from torch import Tensor
+from torch.utils.benchmark import timer
 
-from jobs.benchmarks import gpu_search, pretrain
-from jobs.benchmarks.measure import BenchmarkRow, run_job
-from jobs.benchmarks.paper import trials
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from jobs.benchmarks.pretraining_peers import bare_step
-from pipeline import storage
-from pipeline.artifact import open_artifact
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models import inference
 from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
-from pipeline.models.ranker import load_ranker
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
+from pipeline.pools import device_rows
+from pipeline.pools.pool import Pool
+from pipeline.pools.shard import ROWS, Shard
+from pipeline.pools.vector_format import Layer
+from pipeline.search import device as device_search
+from pipeline.search import device_scores, top_rows
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining_batches import MicroBatch
 from pipeline.training.settings import LoopConfig
 
 Device = Literal["cuda", "cpu"]
 
-_ROOT = Path(__file__).parents[2]
 _LENGTHS = (128, 512)
-_ARCHITECTURES = ("bi", "poly", "cross")
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
-_JOB_TOKENS = 65_536  # of a step of jobs.pretrain, one micro-batch
+_TOP_K = 10
+_TOGETHER = 16
+_CHUNK = 1 << 18
+_LENGTH = 8.0  # of candidates and vectors: logits of up to 64
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """The amount of work on a device."""
 
+    candidates: int
+    dimensions: int
+    vectors: int
+    """Of a context."""
+    rounds: int
     shape: Shape
     vocabulary: int
     micro_batch_tokens: tuple[int, ...]
     """Tried in turn, until one does not fit."""
     seconds: float
-    """Least duration of a measurement."""
-    steps: int
-    """Steps of jobs.pretrain and jobs.finetune."""
-    texts: int
-    """Most texts to embed."""
+    """Least duration of a measurement of training."""
     compiler: str
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 
 
-_SCALES: dict[Device, _Scale] = {
-    "cuda": _Scale(
-        Shape(), 30_522, (4_096, 16_384, 32_768, 65_536, 131_072), seconds=5.0, steps=100,
-        texts=200_000, compiler="inductor",
+SCALES: dict[Device, Scale] = {
+    "cuda": Scale(
+        10_000_000, 384, 64, 10,
+        Shape(), 30_522, (4_096, 16_384, 32_768, 65_536, 131_072), 5.0, "inductor",
     ),
-    "cpu": _Scale(
-        Shape(layers=2, width=64, heads=2), 300, (1_024,), seconds=0.0, steps=4, texts=50,
-        compiler="eager",
-    ),
+    "cpu": Scale(3_000, 32, 8, 1, Shape(layers=2, width=64, heads=2), 300, (1_024,), 0.0, "eager"),
 }  # fmt: skip
 
 
 def measure(
-    device: Device,
-    encoder: str,
-    corpus: Sequence[str],
-    work: Path,
-    keep: Callable[[Sequence[BenchmarkRow]], None] = lambda rows: None,
+    device: Device, keep: Callable[[Sequence[BenchmarkRow]], None] = lambda rows: None
 ) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
-    says why, and the other parts count nevertheless.
-
-    `corpus`: for pre-training and fine-tuning; none: the sample corpora. `encoder` is fine-tuned; "": the
-    output of jobs.pretrain. `keep` gets all rows so far after each part.
-    """
+    says why, and the other parts count nevertheless. `keep` gets all rows so far after each part."""
     if device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []
-    work, scale = work / "gpu", _SCALES[device]
-    sizes: pretrain.Size = "full" if device == "cuda" else "small"
-    rows = list[BenchmarkRow]()
-
-    def measure_part(
-        name: str, part: Callable[..., list[BenchmarkRow]], *arguments: object
-    ) -> None:
-        rows.extend(_attempt(name, part, *arguments))
-        keep(rows)
-
-    place, search_scale = torch.device(device), gpu_search.SCALES[device]
-    if device == "cuda":
-        measure_part("gpu.tests", _run_gpu_tests)
-    measure_part("gpu.search", gpu_search.measure, place, search_scale)
-    measure_part("gpu.search.peers", gpu_search.measure_peers, place, search_scale)
+    place, scale, rows = torch.device(device), SCALES[device], list[BenchmarkRow]()
+    try:
+        rows += measure_search(place, scale)
+    except (BadInput, RuntimeError) as problem:
+        rows.append(BenchmarkRow("gpu.search", None, "", detail={"failed": str(problem)}))
+    keep(rows)
     for length in _LENGTHS:
-        rows.append(_utilisation(length, place, scale))
+        rows.append(measure_utilisation(length, place, scale))
         keep(rows)
-    trained_encoder = work / "encoder"
-    tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
-    measure_part("gpu.pretrain.job_mfu", _pretraining_job, tokens, trained_encoder, device, scale)
-    conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
-    start = encoder or str(trained_encoder)
-    for name in _ARCHITECTURES:
-        output = work / name
-        measure_part(
-            f"gpu.finetune.{name}", _finetuning, name, start, conversations, output, device, scale
-        )
-    measure_part("gpu.embed.texts_per_s", _embedding, work / "bi", conversations, place, scale)
-    measure_part(
-        "gpu.search.rank", gpu_search.measure_service, work / "poly", work / "cross", conversations,
-        work, place, search_scale,
-    )  # fmt: skip
     return rows
 
 
-def _attempt(
-    name: str, part: Callable[..., list[BenchmarkRow]], *arguments: object
-) -> list[BenchmarkRow]:
-    """The part's rows; a row of this name that says why, where its job fails or the device refuses."""
-    try:
-        return part(*arguments)
-    except (BadInput, RuntimeError) as problem:
-        return [BenchmarkRow(name, None, "", detail={"failed": str(problem)})]
+# -------------------------------------------------------------------------------------------------
+# Search
 
 
-def _run_gpu_tests() -> list[BenchmarkRow]:
-    """The tests that are marked `gpu`; they stand in the checkout only."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    last_lines = process.stdout.strip().splitlines()[-1:] or [process.stderr.strip()[-200:]]
-    counts = {
-        name: int(number)
-        for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last_lines[0])
-    }
-    passed = counts.get("passed", 0) if process.returncode == 0 else None
-    return [BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_lines[0]})]
+def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
+    """One context, 16 contexts, and one vector a context."""
+    pool = made_up_pool(device, scale)
+    assert pool.on_device is not None
+    matrix_ND = pool.on_device.matrix_ND
+    questions = directions(_TOGETHER * scale.vectors, scale.dimensions, device, seed=1)
+    questions = questions.view(_TOGETHER, scale.vectors, scale.dimensions).cpu()
+    _require_same_scores(pool, questions)
+    words = matrix_ND.view(torch.int64 if scale.dimensions % 4 == 0 else torch.int16)
+    ways: dict[str, Callable[[], object]] = {"read": words.sum}
+    inputs = {"one": questions[:1], "16": questions, "bi": questions[:1, :1]}
+    for name, vectors in inputs.items():
+        ways[name] = functools.partial(top_rows, pool, vectors.numpy(), _TOP_K)
+        ways[f"{name}, plain torch"] = functools.partial(_copy_and_plain_top, matrix_ND, vectors)
+    ms = {name: 1e3 * median(times) for name, times in in_turn(ways, scale.rounds).items()}
+    # The names are those of a GPU's scale.
+    about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
+    note = {"note": f"{about}, {device.type}."}
+    flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
+    peak = peak_flops(device, "bf16")
+    contexts = list(questions.double().numpy())
+    open_rows = dict(
+        device_search.reaching_rows(pool.on_device, contexts, scale.vectors, _TOP_K, 1.0, None)
+    )
+    detail = {
+        "milliseconds": {name: round(value, 3) for name, value in ms.items()},
+        "candidates": len(pool), "dimensions": scale.dimensions, "vectors": scale.vectors,
+        "GB/s read": round(matrix_ND.nbytes / ms["read"] / 1e6),
+        "scored again in float64, rows": [len(open_rows[place]) for place in range(_TOGETHER)],
+        "by": "Triton" if any(device_scores._agreement.values()) else "plain torch", **note,
+    }  # fmt: skip
+    return [
+        BenchmarkRow(
+            "gpu.search.10m_time_over_read_floor", ms["one"] / ms["read"], "reads of the matrix",
+            peer=ms["one, plain torch"] / ms["read"], ratio=ms["one, plain torch"] / ms["one"],
+            floor=1.0, share_of_floor=ms["read"] / ms["one"], detail=detail,
+        ),
+        BenchmarkRow(
+            "gpu.search.16_contexts_share_of_peak", flops / (ms["16"] / 1e3) / peak.flops,
+            "of the peak of bf16", peer=flops / (ms["16, plain torch"] / 1e3) / peak.flops,
+            ratio=ms["16, plain torch"] / ms["16"], floor=1.0,
+            detail={"peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source, **note},
+        ),
+        BenchmarkRow(
+            "gpu.search.10m_bi_time_over_read_floor", ms["bi"] / ms["read"], "reads of the matrix",
+            peer=ms["bi, plain torch"] / ms["read"], ratio=ms["bi, plain torch"] / ms["bi"],
+            detail=note,
+        ),
+    ]  # fmt: skip
+
+
+def made_up_pool(device: torch.device, scale: Scale) -> Pool:
+    """A pool in memory, on the device, without files."""
+    matrices, lengths = [], []
+    for start in range(0, scale.candidates, _CHUNK):
+        count = min(_CHUNK, scale.candidates - start)
+        rows_ND = directions(count, scale.dimensions, device, seed=2 + start).bfloat16()
+        lengths.append(1.001 * rows_ND.float().norm(dim=1).cpu().numpy())
+        matrices.append(rows_ND.view(torch.int16).cpu().numpy().view(np.uint16))
+    norms = np.stack([np.ones(scale.candidates, np.float32), np.concatenate(lengths)])
+    layer = Layer(np.concatenate(matrices), norms)
+    ids = pa.array(np.arange(scale.candidates)).cast(pa.string())
+    sketch = Layer(np.empty((scale.candidates, 0), np.int8), norms)
+    shard = Shard(pa.table([ids, ids, ids], ROWS), layer, sketch)
+    facts = {"dimensions": scale.dimensions, "dtype": "bfloat16"}
+    pool = Pool(
+        Artifact("made-up", facts), "made-up", "v", (shard,), np.empty((scale.dimensions, 0)),
+        (scale.candidates,),
+    )  # fmt: skip
+    held = device_rows.load("made-up", [shard], "bfloat16", scale.dimensions, device, "bfloat16")
+    if held is None:
+        raise RuntimeError(f"{scale.candidates:,} vectors do not fit in the memory of {device}")
+    return replace(pool, on_device=held)
+
+
+def directions(count: int, dimensions: int, device: torch.device, seed: int) -> Tensor:
+    """[count, dimensions], all equally long."""
+    draw = torch.Generator(device).manual_seed(seed)
+    rows_ND = torch.randn(count, dimensions, generator=draw, device=device)
+    rows_ND /= (1 + torch.arange(dimensions, device=device)).sqrt()
+    return _LENGTH * torch.nn.functional.normalize(rows_ND)
+
+
+def _copy_and_plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
+    return plain_top(matrix_ND, vectors_QMD.to(matrix_ND.device))
+
+
+def _require_same_scores(pool: Pool, questions: Tensor) -> None:
+    """Raises RuntimeError for an answer that is not certified, or not near that of plain torch."""
+    answer = top_rows(pool, questions.numpy(), _TOP_K)
+    assert pool.on_device is not None
+    expected_QK = _copy_and_plain_top(pool.on_device.matrix_ND, questions).cpu()
+    is_near = np.allclose(answer.scores, expected_QK, rtol=0.05, atol=0.05 * _LENGTH)
+    if not (is_near and answer.certified.all()):
+        raise RuntimeError("the search's scores are not those of plain torch")
+
+
+def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
+    """[Q, K]: the highest scores, as one would write it: chunks of bfloat16 products, softmax, sum, topk."""
+    queries, count, dimensions = vectors_QMD.shape
+    vectors_DC = vectors_QMD.reshape(-1, dimensions).to(matrix_ND.dtype).T.contiguous()
+    best_QK = torch.full((queries, _TOP_K), -torch.inf, device=matrix_ND.device)
+    for rows_ND in torch.split(matrix_ND, _CHUNK):
+        logits_NQM = (rows_ND @ vectors_DC).view(-1, queries, count)
+        scores_NQ = (logits_NQM.softmax(2, dtype=torch.float32) * logits_NQM).sum(2)
+        best_QK = torch.cat([best_QK, scores_NQ.T], dim=1).topk(_TOP_K).values
+    return best_QK
 
 
 # -------------------------------------------------------------------------------------------------
 # Pre-training
 
 
-def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkRow:
+def measure_utilisation(length: int, device: torch.device, scale: Scale) -> BenchmarkRow:
     """MFU of joint pre-training on made-up texts of exactly `length` tokens, without Ray.
 
     The micro-batches grow until one does not fit; the fastest is measured with torch.compile, too.
@@ -166,7 +225,7 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkR
     def attempt(tokens: int, compiled: bool) -> None:
         name = f"{'compiled' if compiled else 'eager'}, {tokens:,} tokens"
         try:
-            rates[name] = _rate(tokens, length, device, scale, compiled)
+            rates[name] = training_rate(tokens, length, device, scale, compiled)
         except RuntimeError as problem:  # it does not fit, or cannot be compiled here
             failures[name] = f"failed: {problem}"
         torch.cuda.empty_cache()
@@ -179,16 +238,17 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkR
         fastest = max(rates.values(), key=lambda values: values["mfu"])
         attempt(int(fastest["micro_batch_tokens"]), compiled=True)
     peak = peak_flops(device, "bf16")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return BenchmarkRow(
         f"gpu.pretrain.mfu_bert_base_{length}",
         max((values["mfu"] for values in rates.values()), default=None), "MFU", floor=1.0,
         detail={**rates, **failures, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
-                "device": _device_name(device)},
+                "device": name, "note": f"{scale.shape.layers} layers of {scale.shape.width}, {name}."},
     )  # fmt: skip
 
 
-def _rate(
-    tokens: int, length: int, device: torch.device, scale: _Scale, compiled: bool
+def training_rate(
+    tokens: int, length: int, device: torch.device, scale: Scale, compiled: bool
 ) -> dict[str, float]:
     """Steps of one micro-batch each, with the optimizer."""
     if device.type == "cuda":
@@ -203,13 +263,11 @@ def _rate(
     steps, began, elapsed = 0, 0.0, 0.0
     while steps <= _WARM_UP_STEPS or elapsed < scale.seconds:
         if steps == _WARM_UP_STEPS:
-            _synchronise(device)
-            began = time.perf_counter()
+            began = timer()
         bare_step(step, [batch], optimizer, device, bf16=True)
         steps += 1
         if steps > _WARM_UP_STEPS:
-            _synchronise(device)
-            elapsed = time.perf_counter() - began
+            elapsed = timer() - began
     per_second = (steps - _WARM_UP_STEPS) / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
     flops = cost.step(batch.tokens.lengths, batch.predicted_count) * per_second
@@ -234,84 +292,3 @@ def made_up_micro_batch(texts: int, length: int, vocabulary: int) -> MicroBatch:
     )
     is_next_B = torch.rand(texts, generator=draw) < 0.5
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
-
-
-def _synchronise(device: torch.device) -> None:
-    """Calls to a GPU return before it has computed anything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _pretraining_job(
-    corpus: str, output: Path, device: Device, scale: _Scale
-) -> list[BenchmarkRow]:
-    shape = scale.shape
-    shutil.rmtree(output, ignore_errors=True)
-    tokens = min(_JOB_TOKENS, max(scale.micro_batch_tokens))
-    run = run_job(
-        "pretrain", "--corpus", corpus, "--output", output,
-        "--shape.layers", shape.layers, "--shape.width", shape.width,
-        "--shape.heads", shape.heads, "--pretrain.steps", scale.steps,
-        "--pretrain.batch-tokens", tokens, "--pretrain.micro-batch-tokens", tokens,
-        "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
-        "--loop.log-every-steps", max(1, scale.steps // 4), "--keep-training-state", "false",
-        *_resource_options(device),
-    )  # fmt: skip
-    metrics = run.summary["metrics"]
-    names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
-    detail: dict[str, Any] = {name: metrics[name] for name in names}
-    return [BenchmarkRow("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)]
-
-
-# -------------------------------------------------------------------------------------------------
-# Rankers
-
-
-def _finetuning(
-    architecture: str, encoder: str, corpus: str, output: Path, device: Device, scale: _Scale
-) -> list[BenchmarkRow]:
-    shutil.rmtree(output, ignore_errors=True)
-    run = run_job(
-        "finetune", *trials.recipe("convai2", architecture, "small"), "--corpus", corpus,
-        "--encoder", encoder, "--output", output, "--finetune.max-steps", scale.steps,
-        *_resource_options(device),
-    )  # fmt: skip
-    batch = int(
-        open_artifact(str(output), "ranker").manifest["config"]["finetune"]["batch_examples"]
-    )
-    metrics = run.summary["metrics"]
-    rate = float(metrics["mean_steps_per_s"]) * batch
-    detail = {"steps": metrics["step"], "batch": batch}
-    return [
-        BenchmarkRow(
-            f"gpu.finetune.{architecture}.samples_per_s", rate, "samples/s", detail=detail
-        ),
-        BenchmarkRow(f"gpu.finetune.{architecture}.valid_r1", metrics["best_valid_r1"], "R@1"),
-    ]
-
-
-def _embedding(
-    bi_encoder: Path, corpus: str, device: torch.device, scale: _Scale
-) -> list[BenchmarkRow]:
-    """Responses of the train split, tokenizing included."""
-    artifact = open_artifact(str(bi_encoder), "ranker")
-    ranker = inference.prepare(load_ranker(artifact.local()), device)
-    texts = list[str]()
-    for uri in open_artifact(corpus, "corpus").files("train/", ".parquet"):
-        with storage.open_input(uri) as stream:
-            texts += pq.read_table(stream, columns=["response"])["response"].to_pylist()
-    texts = texts[: scale.texts]
-    inference.candidate_vectors(ranker, texts[:1_000])  # the first call loads kernels
-    began = time.perf_counter()
-    inference.candidate_vectors(ranker, texts)
-    seconds = time.perf_counter() - began
-    detail = {"texts": len(texts)}
-    return [BenchmarkRow("gpu.embed.texts_per_s", len(texts) / seconds, "texts/s", detail=detail)]
-
-
-def _resource_options(device: Device) -> tuple[str, ...]:
-    return ("--resources.gpu", "true") if device == "cuda" else ("--resources.cpus-per-worker", "1")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

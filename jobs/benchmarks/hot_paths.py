@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs import cluster
 from jobs.benchmarks import search
+from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.config import digest
@@ -64,7 +65,7 @@ def _profile_paths(
 ) -> list[BenchmarkRow]:
     ranker = search.poly_encoder(model)
     inference.prepare(ranker, torch.device("cpu"))
-    contexts, texts = search.questions_and_texts(corpora, _QUESTIONS[size], _TEXTS[size])
+    contexts, texts = read_contexts(corpora[0], _QUESTIONS[size]), read_texts(corpora, _TEXTS[size])
     folder = work / "hot_paths" / digest([model.fingerprint, _CANDIDATES[size], texts])
     folder.mkdir(parents=True, exist_ok=True)
     rows_NT = ranker.candidate_rows(texts)
@@ -77,7 +78,7 @@ def _profile_paths(
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
         pool = search.pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
-    rows = [_row("profile.embed", embedding, len(texts), "text")]
+    rows = [_row("profile.embed", embedding, len(texts), "text", f"{len(texts):,} texts")]
     for method in ("exact", "pruned"):
 
         def ask(method: str = method) -> None:
@@ -86,7 +87,8 @@ def _profile_paths(
 
         ask()  # the first pass maps pages
         parts = _profile(ask, _SEARCH)
-        rows.append(_row(f"profile.search.{method}", parts, len(questions), "question"))
+        about = f"{len(questions)} questions, {len(pool):,} candidates"
+        rows.append(_row(f"profile.search.{method}", parts, len(questions), "question", about))
     return rows
 
 
@@ -122,10 +124,10 @@ def _profile_imports() -> BenchmarkRow:
             self_microseconds, _, module = (field.strip() for field in line[12:].split("|"))
             package = module.partition(".")[0]
             parts[package if package in parts else "the rest"] += int(self_microseconds) / 1e3
-    return _row("profile.start", parts, 1, "process")
+    return _row("profile.start", parts, 1, "process", "Imports")
 
 
-def _row(name: str, parts: Mapping[str, float], count: int, unit: str) -> BenchmarkRow:
+def _row(name: str, parts: Mapping[str, float], count: int, unit: str, about: str) -> BenchmarkRow:
     total = sum(parts.values())
     shares = {part: round(ms / total, 3) for part, ms in parts.items() if ms > 0.005 * total}
     sorted_shares = dict(
@@ -134,5 +136,5 @@ def _row(name: str, parts: Mapping[str, float], count: int, unit: str) -> Benchm
     note = ", ".join(
         f"{part} {np.round(100 * share):.0f} %" for part, share in sorted_shares.items()
     )
-    detail = {"shares": sorted_shares, "threads": 1, "note": f"{note}."}
+    detail = {"shares": sorted_shares, "threads": 1, "note": f"{about}: {note}."}
     return BenchmarkRow(name, total / count, f"ms a {unit}", detail=detail)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jobs import classify_intents
-from jobs.benchmarks.embed import minilm_folder
+from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.classification.settings import HeadConfig
@@ -31,11 +31,11 @@ def measure(size: str, data: Path, work: Path) -> list[BenchmarkRow]:
     )
     storage.delete(config.output)  # another encoder or other files may have made it
     summary = classify_intents.run(config)
+    counts, epochs = summary["counts"], config.head.epochs
+    trained, asked = counts["train_examples"], counts["examples"]
     detail = {
+        "note": f"{epochs} epochs of {trained:,} texts; {asked:,} texts are asked.",
         "macro_f1": round(summary["macro_f1"], 4),
-        "asked": summary["counts"]["examples"],
-        "trained on": summary["counts"]["train_examples"],
-        "epochs": config.head.epochs,
         "seconds": summary["seconds"],
     }
     row = "convert.banking77_minilm.accuracy"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import signal
 import subprocess
@@ -15,12 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from pipeline.config import BadInput
 from pipeline.provenance import git_revision
+
+Key = TypeVar("Key")
+"""Of a way to do the same."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def source(size: str) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": git_revision() or "unknown",
         "machine": f"{machine['cores']} cores, {machine['cpu']}",
+        "load": f"{os.getloadavg()[0]:.1f}",
     }
 
 
@@ -60,7 +63,7 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
     """Prints the rows as a table. Writes them to a JSON file if one is named, each with its source."""
     print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
     for row in rows:
-        numbers = [_number(row.ours), _number(row.peer), _number(row.ratio), _number(row.floor)]
+        numbers = map(number, (row.ours, row.peer, row.ratio, row.floor))
         print("{:44} {:>12} {:>12} {:>7} {:>12}  {}".format(row.row, *numbers, row.unit))
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
@@ -86,10 +89,33 @@ def read_rows(file: Path) -> list[BenchmarkRow]:
     ]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits that count; None: ""."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.5f}"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def in_turn(ways: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each way, round by round. The ways take turns, so that all have the same machine.
+
+    A round before the first one, which compiles, allocates and maps pages, does not count. The clock waits
+    for a GPU.
+    """
+    from torch.utils.benchmark import timer
+
+    seconds: dict[Key, list[float]] = {way: [] for way in ways}
+    for round_number in range(rounds + 1):
+        for way, run in ways.items():
+            began = timer()
+            run()
+            if round_number:
+                seconds[way].append(timer() - began)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -107,13 +133,14 @@ def run_job(verb: str, *arguments: object) -> Run:
     began = time.perf_counter()
     with (
         job(verb, *arguments, stdout=subprocess.PIPE) as process,
-        _peak_memory(process.pid) as peak,
+        samples_of(lambda: _memory(process.pid), 0.5) as samples,
     ):
         out, _ = process.communicate()
     if process.returncode:
         raise BadInput(f"python -m jobs.{verb} {' '.join(map(str, arguments))}: it failed")
     seconds = time.perf_counter() - began
-    return Run(json.loads(out.splitlines()[-1]), seconds, peak[0] / 2**20)
+    peak = max((memory for _, memory in samples), default=0.0)
+    return Run(json.loads(out.splitlines()[-1]), seconds, peak / 2**20)
 
 
 @contextmanager
@@ -134,48 +161,6 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def kill_often(
-    verb: str,
-    arguments: Sequence[object],
-    kills: int,
-    seconds: float,
-    check_output: Callable[[], None],
-    start_over: Callable[[], None],
-    check_after_kill: Callable[[], None] = lambda: None,
-) -> dict[str, int]:
-    """Kills a job at random moments and starts it again, until it died `kills` times; then lets it end.
-
-    Half of the kills hit one worker, the others the driver with its node. `seconds`: what it takes
-    undisturbed. `check_output` checks the output of a finished job, `start_over` removes the output of a job
-    that finished between two kills, `check_after_kill` is called after each kill. Returns counts of kills.
-    """
-    rng = random.Random(0)
-    kill_counts = {"driver and node": 0, "worker": 0}
-    finished_runs = 0
-    while sum(kill_counts.values()) < kills:
-        with job(verb, *arguments, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and sum(kill_counts.values()) < kills:
-                time.sleep(rng.uniform(0, seconds))
-                if process.poll() is not None:
-                    break
-                workers = workers_of(process.pid)
-                if rng.random() < 0.5 and workers:
-                    with suppress(psutil.Error):
-                        rng.choice(workers).send_signal(signal.SIGKILL)
-                        kill_counts["worker"] += 1
-                else:
-                    kill_group(process)
-                    kill_counts["driver and node"] += 1
-                check_after_kill()
-        if process.returncode == 0:
-            finished_runs += 1
-            check_output()
-            start_over()
-    run_job(verb, *arguments)
-    check_output()
-    return {**kill_counts, "came to the end between kills": finished_runs}
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
@@ -202,25 +187,32 @@ def environment() -> Mapping[str, Any]:
 
 
 @contextmanager
-def _peak_memory(pid: int) -> Iterator[list[float]]:
-    """Samples, twice a second, the memory of a process and all below it; the peak in bytes."""
-    peak, stop = [0.0], threading.Event()
+def samples_of(look: Callable[[], float], every_s: float) -> Iterator[list[tuple[float, float]]]:
+    """(seconds since the beginning, what `look` returned), from a thread, as long as the block lasts."""
+    samples, is_over = list[tuple[float, float]](), threading.Event()
+    began = time.perf_counter()
 
-    def sample() -> None:
-        while not stop.wait(0.5):
-            total = 0
-            for process in _family(pid):
-                with suppress(psutil.Error):
-                    total += process.memory_full_info().pss
-            peak[0] = max(peak[0], total)
+    def watch() -> None:
+        while not is_over.wait(every_s):
+            value = look()
+            samples.append((time.perf_counter() - began, value))
 
-    thread = threading.Thread(target=sample, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield peak
+        yield samples
     finally:
-        stop.set()
+        is_over.set()
         thread.join()
+
+
+def _memory(pid: int) -> float:
+    """Bytes of a process and all below it; shared pages are counted once (PSS)."""
+    total = 0
+    for process in _family(pid):
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total
 
 
 def _family(pid: int) -> list[psutil.Process]:

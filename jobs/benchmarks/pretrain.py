@@ -88,19 +88,24 @@ def measure(
         for workers, side in sides.items():
             if workers > 2:
                 side.run()
-    detail = {
-        "shape": f"{layers} layers of {width}", "precision": joint.arm.precision,
-        "steps": joint.config.pretrain.steps, "rounds": _ROUNDS[size], "load": os.getloadavg()[0],
-    }  # fmt: skip
+
+    def about(steps: int) -> dict[str, object]:
+        shape = f"{layers} layers of {width}, {joint.arm.precision}"
+        rounds = f"{_ROUNDS[size]} rounds of {steps} steps, the second half of each"
+        return {"note": f"{shape}; {rounds}."}
+
+    detail = about(joint.config.pretrain.steps)
     rows = [
         _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
-        _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair),
+        _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair, detail),
         _by_workers(sides),
         BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
-            detail={"largest of an interval": round(max(joint.waits), 4)}),
+            detail={**detail, "largest of an interval": round(max(joint.waits), 4)}),
     ]  # fmt: skip
     if has_trainer:
-        rows.append(_row("pretrain.vs_hf_trainer", mlm.rates, theirs))
+        rows.append(
+            _row("pretrain.vs_hf_trainer", mlm.rates, theirs, about(mlm.config.pretrain.steps))
+        )
     else:
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
               "accelerate; pip install -e '.[bench]'", flush=True)  # fmt: skip
@@ -133,7 +138,7 @@ def _by_workers(sides: Mapping[int, _Side]) -> BenchmarkRow:
             "efficiency": efficiency,
             "tokens of a step at most": step_tokens,
             "micro-batches of a step": sides[1].config.pretrain.lanes,
-            "cores": os.cpu_count(), "load": os.getloadavg()[0],
+            "cores": os.cpu_count(),
             "spread": {workers: _spread(side.rates) for workers, side in sides.items()},
             "note": f"{efficiency[most]:.2f} of {most} times the rate of one worker. With any number of "
                     f"workers a step has at most {step_tokens:,} tokens; a worker has one thread.",
@@ -146,16 +151,14 @@ def steady_rates(rates: Rates) -> Rates:
     return rates[int(len(rates) * _LEFT_OUT) :]
 
 
-def _row(
-    name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None
-) -> BenchmarkRow:
+def _row(name: str, ours: Rates, peer: Rates, detail: Mapping[str, object]) -> BenchmarkRow:
     our_rate, peer_rate = median(ours), median(peer)
     spread = {
         "spread of ours": _spread(ours),
         "spread of the peer": _spread(peer),
     }
     return BenchmarkRow(name, our_rate, "tokens/s", peer=peer_rate, ratio=our_rate / peer_rate,
-               detail={**(detail or {}), **spread})  # fmt: skip
+               detail={**detail, **spread})  # fmt: skip
 
 
 def _spread(rates: Rates) -> str:

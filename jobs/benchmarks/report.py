@@ -8,7 +8,6 @@ copied from pages and notes are kept the same way; their source's kind is "one r
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import math
 import os
@@ -18,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.benchmarks import growth, shares
-from jobs.benchmarks.growth import Curve
+from jobs.benchmarks import pictures
+from jobs.benchmarks.measure import number
+from jobs.benchmarks.pictures import Curve
 from jobs.benchmarks.targets import BY_ROW, TARGETS, Target
 from pipeline.config import BadInput, require
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[2]
-PICTURE = "targets.svg"
 
 SECTIONS = {
     "demo": "The demo",
@@ -121,9 +120,9 @@ def _rank(row: ResultRow) -> tuple[bool, str]:
 def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Path = RESULTS) -> str:
     """BENCHMARKS.md, for the root if the results are the committed ones, else for their own folder."""
     committed = results_folder == RESULTS
-    pictures = f"{RESULTS.relative_to(ROOT).as_posix()}/" if committed else ""
+    folder = f"{RESULTS.relative_to(ROOT).as_posix()}/" if committed else ""
     section_pictures = {
-        "profile": {pictures + shares.PICTURE: "Parts of the time of each path"},
+        "profile": {folder + pictures.PROFILES: "Parts of the time of each path"},
         "serve": SERVE_PICTURES if committed else {},
     }
     results = compare(row for rows in rows_of_section.values() for row in rows)
@@ -138,7 +137,7 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
             all=len(results),
             met=counts[MET],
             missed=counts[MISSED],
-            picture=pictures + PICTURE,
+            picture=folder + pictures.TARGETS,
         ),
         f"Not measured: {'; '.join(open_targets)}." if open_targets else "",
     ]
@@ -147,8 +146,8 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
         _section(name, rows_of_section[name], result_of_row, section_pictures.get(name, {}))
         for name in SECTIONS
     ]
-    curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
-    parts.append(_growth(curves, pictures + growth.PICTURE))
+    curves = pictures.curves(row for rows in rows_of_section.values() for row in rows)
+    parts.append(_growth(curves, folder + pictures.GROWTH))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -171,7 +170,7 @@ def _section(
     name: str,
     rows: Sequence[ResultRow],
     result_of_row: Mapping[int, TargetResult],
-    pictures: Mapping[str, str],
+    section_pictures: Mapping[str, str],
 ) -> str:
     """One table of the newest row of each name, and the commands of its runs."""
     if not rows:
@@ -206,7 +205,7 @@ def _section(
     ]
     commands = [_run_line(json.loads(run), number_of_run[run]) for run in runs]
     parts = [f"## {SECTIONS[name]}", "\n".join(table), "\n".join(commands)]
-    parts.append(" ".join(f"![{text}]({file})" for file, text in pictures.items()))
+    parts.append(" ".join(f"![{text}]({file})" for file, text in section_pictures.items()))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -256,71 +255,19 @@ def _growth(curves: Sequence[Curve], picture_file: str) -> str:
     ])  # fmt: skip
 
 
-def number(value: float | None) -> str:
-    """Three digits that count."""
-    if value is None:
-        return ""
-    if 0 < abs(value) < 0.001:
-        return f"{value:.5f}"
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-# -------------------------------------------------------------------------------------------------
-# Picture
-
-_ROW, _LEFT, _WIDTH = 18, 330, 300
-_MOST = 4.0  # times the bound; what is above ends there
-_COLOURS = {MET: "#2a7f62", MISSED: "#c1552f"}
-_SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
-
-
-def picture(results: Sequence[TargetResult]) -> str:
-    """SVG: a bar per measured target; its length is the share of the bound that is reached.
-
-    The values stand in a column of their own: at the ends of bars the target's line would cross them.
-    """
-    measured = [result for result in results if result.share is not None]
-    right = _LEFT + _WIDTH
-    width, height = right + 96, _ROW * (len(measured) + 2)
-    target_x = _LEFT + _x(1.0)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{width - 8}" y="{_ROW - 5}" text-anchor="end">measured</text>',
+def svg_files(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> dict[str, str]:
+    """The pictures beside the results, by their names."""
+    rows = [row for section_rows in rows_of_section.values() for row in section_rows]
+    bars = [
+        (result.target.row, result.value, result.share)
+        for result in compare(rows)
+        if result.value is not None and result.share is not None
     ]
-    for place, result in enumerate(measured):
-        y, share = _ROW * (place + 1), min(result.share or 0.0, _MOST)
-        name = html.escape(result.target.row)
-        lines += [
-            f'<text x="{_LEFT - 6}" y="{y + 12}" text-anchor="end">{name}</text>',
-            f'<rect x="{_LEFT}" y="{y + 2}" width="{_x(share):.1f}" height="{_ROW - 5}" '
-            f'fill="{_COLOURS[result.status]}"/>',
-            f'<text x="{width - 8}" y="{y + 12}" text-anchor="end">{number(result.value)}</text>',
-        ]
-    lines += [
-        f'<text x="{_LEFT + _x(share):.1f}" y="{_ROW - 5}" text-anchor="middle">{label}</text>'
-        for share, label in _SCALE.items()
-    ]
-    legend = "".join(
-        f'<tspan fill="{colour}">■</tspan> {status.strip("*")}  '
-        for status, colour in _COLOURS.items()
-    )
-    lines += [
-        f'<line x1="{target_x:.1f}" y1="{_ROW}" x2="{target_x:.1f}" y2="{height - _ROW}" stroke="black"/>',
-        f'<text x="{_LEFT}" y="{height - 5}">{legend.strip()}</text>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _x(share: float) -> float:
-    """A logarithmic scale from a quarter of the target to four times it."""
-    minimum = 1 / _MOST
-    clipped = min(max(share, minimum), _MOST)
-    return _WIDTH * math.log(clipped / minimum) / math.log(_MOST / minimum)
+    return {
+        pictures.TARGETS: pictures.targets(bars),
+        pictures.GROWTH: pictures.growth(pictures.curves(rows)),
+        pictures.PROFILES: pictures.profiles(pictures.with_shares(rows_of_section["profile"])),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -330,13 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = RESULTS if folder.resolve() == RESULTS.resolve() else folder
     rows_of_section = read(folder)
     output = (ROOT if folder == RESULTS else folder) / "BENCHMARKS.md"
-    results = compare(row for rows in rows_of_section.values() for row in rows)
     output.write_text(page(rows_of_section, folder))
-    (folder / PICTURE).write_text(picture(results))
-    curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
-    parts = shares.with_shares(rows_of_section["profile"])
-    (folder / shares.PICTURE).write_text(shares.picture(parts))
-    (folder / growth.PICTURE).write_text(growth.picture(curves))
+    for name, text in svg_files(rows_of_section).items():
+        (folder / name).write_text(text)
     print(f"{os.path.relpath(output)}: {sum(map(len, rows_of_section.values()))} rows")
 
 

@@ -7,27 +7,24 @@ others.
 
 from __future__ import annotations
 
-import itertools
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import faiss
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from jobs import cluster, embed_pool
-from jobs.benchmarks.measure import BenchmarkRow
-from pipeline import storage
+from jobs.benchmarks.inputs import read_contexts, read_texts
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, FileEntry
 from pipeline.config import BadInput, digest, require
-from pipeline.corpora.schema import example_files
 from pipeline.engine.draft import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
@@ -64,9 +61,9 @@ def measure(
 ) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
     ranker = poly_encoder(model)
-    contexts, texts = questions_and_texts(
-        corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size]
-    )
+    count = max(_CHECKED[size], _QUESTIONS[size])
+    contexts, texts = read_contexts(corpora[0], count), read_texts(corpora, _EMBEDDED[size])
+    require(len(contexts) == count, "corpus", corpora[0].uri, f"{count} examples at least")
     folder = (
         work
         / "search"
@@ -117,28 +114,31 @@ def _times(
         "pruned, float32": search_by("pruned", pool_float32),
         "approximate, float32": search_by("approximate", pool_float32),
     }
-    seconds = _in_turn(searches, len(questions), rounds)
+    seconds = _seconds(searches, len(questions), rounds)
     batches: dict[str, Callable[[int], object]] = {
         "together": lambda number: top_rows(pool, questions[:_TOGETHER], _TOP_K),
         "alone": lambda number: [search_by("exact")(place) for place in range(_TOGETHER)],
     }
-    seconds |= _in_turn(batches, 1, max(2, rounds // 2)) if len(questions) >= _TOGETHER else {}
-    seconds |= _in_turn(
+    seconds |= _seconds(batches, 1, max(2, rounds // 2)) if len(questions) >= _TOGETHER else {}
+    seconds |= _seconds(
         {"plain": lambda number: _plain(plain_ND, questions[number])}, 2, max(2, rounds // 2)
     )
     ms = {name: 1e3 * value for name, value in seconds.items()}
     detail = {
         "milliseconds": {name: round(value, 2) for name, value in ms.items()},
         "candidates": len(pool), "dtype": pool.dtype, "sketch": pool.rotation.shape[1],
-        "questions": len(questions), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+        "questions": len(questions), "threads": torch.get_num_threads(),
     }  # fmt: skip
     name = "search.exact_1m_m64"
+    # The name is that of the full size.
+    note = {"note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}
+    detail, passes = {**detail, **note}, "passes over the bf16 matrix"
     rows = [
         BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
-        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
-        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"],
-                     "passes over the bf16 matrix"),
+        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], passes, detail=note),
+        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"], passes,
+                     detail=note),
     ]  # fmt: skip
     for method in ("pruned", "approximate"):
         shares = {
@@ -148,11 +148,14 @@ def _times(
             "dtype": pool_float32.dtype,
             f"of {pool.dtype}": round(shares[""], 3),
             **checks[method],
+            **note,
         }
         share = shares[", float32"]
         if method == "approximate":
             recall = checks[method]["recall"]
-            rows.append(BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10"))
+            rows.append(
+                BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10", detail=note)
+            )
             if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
                 method_detail |= {"missed": f"recall@10 < {_ENOUGH_RECALL}", "share": share}
                 share += 1
@@ -161,25 +164,21 @@ def _times(
     if "alone" in ms:
         batch_gain = ms["alone"] / ms["together"]
         rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
-                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain))  # fmt: skip
+                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain, detail=note))  # fmt: skip
     return rows
 
 
-def _in_turn(
-    searches: dict[str, Callable[[int], object]], questions: int, rounds: int
+def _seconds(
+    searches: Mapping[str, Callable[[int], object]], questions: int, rounds: int
 ) -> dict[str, float]:
-    """Seconds of each way: the mean over the questions of the best of all rounds."""
-    best_seconds = {name: np.full(questions, np.inf) for name in searches}
-    for number in range(rounds + 1):  # the first one maps pages
-        for question in range(questions):
-            for name, run in searches.items():
-                began = time.perf_counter()
-                run(question)
-                if number:
-                    best_seconds[name][question] = min(
-                        best_seconds[name][question], time.perf_counter() - began
-                    )
-    return {name: float(values.mean()) for name, values in best_seconds.items()}
+    """Of each way: the mean over the questions of the best of all rounds."""
+    ways = {
+        (name, question): functools.partial(run, question)
+        for question in range(questions)
+        for name, run in searches.items()
+    }
+    best = {way: min(times) for way, times in in_turn(ways, rounds).items()}
+    return {name: fmean(best[name, question] for question in range(questions)) for name in searches}
 
 
 def _plain(candidates_CD: torch.Tensor, vectors_MD: Floats) -> torch.return_types.topk:
@@ -197,9 +196,10 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
             pool, questions[number : number + 1, :1], _TOP_K, method="exact"
         ),
     }
-    seconds = _in_turn(searches, len(questions), 3 * rounds)
+    seconds = _seconds(searches, len(questions), 3 * rounds)
     detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
-              "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores"}  # fmt: skip
+              "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores",
+              "note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}  # fmt: skip
     ratio = seconds["poly"] / seconds["bi"]
     return BenchmarkRow("search.exact_100k.poly64_time_over_bi", ratio, "times", detail=detail)
 
@@ -233,7 +233,7 @@ def _by_size(
         label: {name: round(1e3 * value, 3) for name, value in times.items()}
         for label, times in ms.items()
     }
-    detail = {"milliseconds": ms, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    detail = {"milliseconds": ms, "threads": torch.get_num_threads()}
     rows: list[BenchmarkRow] = []
     for name, ratios in (
         ("search.auto.time_over_best", over_best),
@@ -242,7 +242,8 @@ def _by_size(
     ):
         worst = max(ratios, key=lambda label: ratios[label])
         shown = {label: round(ratio, 2) for label, ratio in ratios.items()}
-        row_detail = {"worst": worst, "ratios": shown, **(detail if not rows else {})}
+        note = f"Worst of {len(ratios)}, up to {len(pool):,} rows: {worst}."
+        row_detail = {"worst": worst, "ratios": shown, "note": note, **(detail if not rows else {})}
         rows.append(BenchmarkRow(name, ratios[worst], "times", detail=row_detail))
     return rows
 
@@ -272,7 +273,7 @@ def _times_of_forms(
             index.add(plain_ND.numpy())
             searches["faiss"] = lambda number: index.search(contexts_QMD[0], _TOP_K)
     repeats = 4 if len(pool) > _SMALL_POOL else 16
-    return _in_turn(searches, 1, rounds * repeats)
+    return _seconds(searches, 1, rounds * repeats)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -327,32 +328,6 @@ def poly_encoder(model: Artifact) -> Ranker:
         raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
                        "with several vectors per context")  # fmt: skip
     return ranker
-
-
-def questions_and_texts(
-    corpora: Sequence[Artifact], contexts: int, texts: int
-) -> tuple[list[list[str]], list[str]]:
-    """(contexts of the first corpus' last split, turns and answers of all, each once)"""
-    files = [
-        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
-        for corpus in corpora
-    ]
-    questions = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
-    require(len(questions) == contexts, "corpus", corpora[0].uri, f"{contexts} examples at least")
-    distinct_texts = {
-        text: None
-        for row in rows([file for part in files for file in part])
-        for text in (row["response"], *row["context"])
-        if text.strip()
-    }
-    return questions, list(distinct_texts)[:texts]
-
-
-def rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The context and the response of each example."""
-    for file in files:
-        with storage.open_input(file) as stream:
-            yield from pq.read_table(stream, columns=["context", "response"]).to_pylist()
 
 
 def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:

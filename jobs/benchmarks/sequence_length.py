@@ -8,14 +8,13 @@ are equally long, so there is no padding. Tokenizing is not part of the time.
 
 from __future__ import annotations
 
-import os
+import functools
 import random
-import time
 from pathlib import Path
 
 import torch
 
-from jobs.benchmarks.measure import BenchmarkRow
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.config import require
 from pipeline.engine.resources import best_device
 from pipeline.models import inference
@@ -46,14 +45,11 @@ def measure(size: str, encoder: Path) -> BenchmarkRow:
     require(len(lengths) > 1, "encoder", str(encoder), f"one of {_LENGTHS[1]} positions or more")
     tokens = _TOKENS_PER_THREAD[size] * torch.get_num_threads()
     texts = {length: _random_rows(tokenizer, tokens // length, length) for length in lengths}
-    for rows in texts.values():
-        inference.row_vectors(ranker, rows)  # the first pass allocates
-    seconds: dict[int, list[float]] = {length: [] for length in lengths}
-    for _ in range(_ROUNDS[size]):
-        for length, rows in texts.items():
-            began = time.perf_counter()
-            inference.row_vectors(ranker, rows)
-            seconds[length].append(time.perf_counter() - began)
+    ways = {
+        length: functools.partial(inference.row_vectors, ranker, rows)
+        for length, rows in texts.items()
+    }
+    seconds = in_turn(ways, _ROUNDS[size])
     ms = {length: 1e3 * min(seconds[length]) / len(texts[length]) for length in lengths}
     rates = {length: round(1e3 * length / ms[length]) for length in lengths}
     first, last = lengths[0], lengths[-1]
@@ -66,7 +62,6 @@ def measure(size: str, encoder: Path) -> BenchmarkRow:
             "parameters": sum(weights.numel() for weights in network.context_encoder.parameters()),
             "precision": ranker.precision, "device": device.type, "threads": torch.get_num_threads(),
             "seconds, by round": {n: [round(s, 3) for s in seconds[n]] for n in lengths},
-            "load": os.getloadavg()[0],
             "note": f"{rates[first]:,} tokens/s in texts of {first} tokens, {rates[last]:,} in texts of "
                     f"{last}. Random subwords, no padding, without tokenizing.",
         },

@@ -95,6 +95,16 @@ class BM25:
     def prepare(self, questions: Questions) -> PreparedScorer:
         return _Words.of(questions, self._candidates, _binary_counts)
 
+    def scorer(self, texts: Iterable[str]) -> Callable[[str], Floats]:
+        """A function of a query: the scores of all texts."""
+        weights_VT = self._candidates(texts).T.tocsr()
+
+        def scores(query: str) -> Floats:
+            scores_T: Floats = (_binary_counts([query]) @ weights_VT).toarray()[0]
+            return scores_T
+
+        return scores
+
     def _candidates(self, texts: Iterable[str]) -> Sparse:
         weights = _HASH.transform(texts)
         words_N = np.asarray(weights.sum(axis=1))[:, 0]

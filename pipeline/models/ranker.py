@@ -144,14 +144,18 @@ class Ranker(nn.Module):
 
     def context_rows(self, contexts: Sequence[Sequence[str]]) -> list[list[int]]:
         if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            limit, prompt = self.config.max_context_tokens, self.config.context_prompt
-            return self.tokenizer.contexts(contexts, limit, prompt)
+            config = self.config
+            return self.tokenizer.contexts(
+                contexts, config.max_context_tokens, config.context_prompt, config.context_keeps
+            )
         return self.tokenizer.contexts(contexts, self.config.max_context_tokens)
 
     def candidate_rows(self, texts: Sequence[str]) -> list[list[int]]:
         if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            limit, prompt = self.config.max_candidate_tokens, self.config.candidate_prompt
-            return self.tokenizer.candidates(texts, limit, prompt)
+            config = self.config
+            return self.tokenizer.candidates(
+                texts, config.max_candidate_tokens, config.candidate_prompt, config.candidate_keeps
+            )
         return self.tokenizer.candidates(texts, self.config.max_candidate_tokens)
 
     def pairs(

@@ -137,6 +137,13 @@ class OnEncoderConfig(ScorerConfig):
     candidate_prompt: str = ""
     """Text before every candidate, such as "passage: "."""
 
+    context_keeps: Literal["last", "both_ends"] = "last"
+    """The tokens that a long context keeps: the last ones, or the first quarter and then the last ones, where
+    dialogues begin with what holds for all turns, such as a persona or an instruction."""
+    candidate_keeps: Literal["first", "both_ends"] = "first"
+    """The tokens that a long candidate keeps: the first ones, or the first quarter and the last ones (Sun et
+    al., 2019, arXiv 1905.05583, found this best for long documents)."""
+
     ABOVE_0 = (*ScorerConfig.ABOVE_0, "output_scaling")
 
 

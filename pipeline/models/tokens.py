@@ -1,15 +1,15 @@
 """Text to token ids, the same way in training, embedding and serving.
 
 A context is its turns joined by newlines. It is truncated on the LEFT, to keep the newest turns; a
-candidate is truncated on the right. Special tokens are added afterwards: [CLS] … [SEP], [CLS] context [SEP]
-candidate [SEP].
+candidate is truncated on the right; both may lose their middle instead. Special tokens are added afterwards:
+[CLS] … [SEP], [CLS] context [SEP] candidate [SEP].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
+
+Keeps = Literal["first", "last", "both_ends"]
 
 # Of a long text so much is tokenised at first for every token that is kept (English has 4.7 characters a
 # token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
@@ -146,25 +148,47 @@ class Tokenizer:
         return [text.removeprefix(first) for text, first in zip(texts, firsts, strict=True)]
 
     def contexts(
-        self, contexts: Sequence[Sequence[str]], max_tokens: int, prompt: str = ""
+        self,
+        contexts: Sequence[Sequence[str]],
+        max_tokens: int,
+        prompt: str = "",
+        keeps: Literal["last", "both_ends"] = "last",
     ) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
         texts = ["\n".join(turns) for turns in contexts]
-        rows = self._cut_ids(texts, max_tokens - 2, True, prompt)
+        rows = self._cut_ids(texts, max_tokens - 2, keeps, prompt)
         return [[self.cls, *row, self.sep] for row in rows]
 
     def candidates(
-        self, texts: Sequence[str], max_tokens: int, prompt: str = ""
+        self,
+        texts: Sequence[str],
+        max_tokens: int,
+        prompt: str = "",
+        keeps: Literal["first", "both_ends"] = "first",
     ) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
-        rows = self._cut_ids(texts, max_tokens - 2, False, prompt)
+        rows = self._cut_ids(texts, max_tokens - 2, keeps, prompt)
         return [[self.cls, *row, self.sep] for row in rows]
 
     def _cut_ids(
+        self, texts: Sequence[str], keep: int, keeps: Keeps, prompt: str
+    ) -> list[list[int]]:
+        """`keep` ids of each text: those of the prompt, and the last or the first of the rest, or of both
+        ends; of a long one no more is tokenised than they need."""
+        if keeps != "both_ends":
+            return self._ids_of_an_end(texts, keep, keeps == "last", prompt)
+        rows = self._ids_of_an_end(texts, keep + 1, False, prompt)  # one more: the text is longer
+        long = [place for place, row in enumerate(rows) if len(row) > keep]
+        prompt_ids = len(self.ids([prompt.rstrip()])[0]) if prompt else 0
+        first = min(keep, prompt_ids + max(0, keep - prompt_ids) // 4)
+        ends = self._ids_of_an_end([texts[place] for place in long], keep - first, True, "")
+        for place, end in zip(long, ends, strict=True):
+            rows[place] = rows[place][:first] + end
+        return rows
+
+    def _ids_of_an_end(
         self, texts: Sequence[str], keep: int, newest: bool, prompt: str
     ) -> list[list[int]]:
-        """`keep` ids of each text: those of the prompt, and the last or the first of the rest; of a long one
-        no more is tokenised than they need."""
         prompt_ids = min(keep, len(self.ids([prompt.rstrip()])[0])) if prompt else 0
         rows: list[list[int]] = [[] for _ in texts]
         places, characters = list(range(len(texts))), max(1, keep) * _CHARACTERS_PER_TOKEN

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from serve.errors import CODES, Refusal
+from serve.refusals import CODES, Refusal
 
 _MEDIA = {
     ".html": "text/html",

@@ -8,12 +8,15 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +31,7 @@ import yaml
 from jobs import dashboard
 from pipeline import storage
 from pipeline.artifact import Artifact
-from serve.cross_origin import ORIGINS
+from serve.client import Client
 from tests.helpers import free_port, job_command
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
@@ -159,23 +162,28 @@ def test_the_file_for_one_machine_starts(serve_run, model, tiny_pool):
     require_ranking(rank(serve_run("config.yaml", values).port), model)
 
 
+def haproxy_in(folder: str) -> dict[str, str]:
+    """Variables for a HAProxy beside those of other Rays of this machine, with which it shares its files and
+    ports otherwise."""
+    values = {
+        "STATS_PORT": free_port(),
+        "METRICS_PORT": free_port(),
+        "CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "SOCKET_PATH": f"{folder}/admin.sock",
+        "SERVER_STATE_BASE": folder,
+        "SERVER_STATE_FILE": f"{folder}/server-state",
+    }
+    return {f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in values.items()}
+
+
 @pytest.mark.long
 def test_haproxy_stands_before_the_service(serve_run, model, tiny_pool):
     """Its own page of statistics counts the requests."""
     values = {".demo/rankers/poly": model.uri, ".demo/pools/replies": tiny_pool(model)}
-    statistics, metrics, folder = free_port(), free_port(), serve_run.folder
-    environment = {
-        "ENABLE_HA_PROXY": "1",
-        "HAPROXY_STATS_PORT": statistics,
-        "HAPROXY_METRICS_PORT": metrics,
-        "HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",  # the default is one for all of a machine
-        "HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
-        "HAPROXY_SERVER_STATE_BASE": folder,
-        "HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
-    }
-    variables = {f"RAY_SERVE_{name}": str(value) for name, value in environment.items()}
+    variables = {"RAY_SERVE_ENABLE_HA_PROXY": "1", **haproxy_in(serve_run.folder)}
     run = serve_run("examples/haproxy.yaml", values, **variables)
     require_ranking(rank(run.port), model)
+    statistics = variables["RAY_SERVE_HAPROXY_STATS_PORT"]
     with urlopen(f"http://127.0.0.1:{statistics}/stats;csv") as page:
         rows = list(csv.DictReader(page.read().decode().removeprefix("# ").splitlines()))
     assert sum(int(row["stot"] or 0) for row in rows if row["svname"] == "BACKEND") > 0
@@ -235,9 +243,8 @@ def cluster(s3: S3, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
     variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     folder, jobs_port = tmp_path_factory.mktemp("cluster"), free_port()
     here = {
-        "PYTHONPATH": str(ROOT),
         "POLYRANK_CACHE": str(folder / "cache"),
-        ORIGINS: "https://app.example",  # of examples/cors.yaml
+        **haproxy_in(tempfile.mkdtemp(prefix="prh", dir="/tmp")),  # paths of sockets are short
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -285,6 +292,54 @@ def test_the_text_of_the_rayservice_starts(cluster, lake, model):
     file = cluster.write("rayservice.yaml", manifest["spec"]["serveConfigV2"], lake)
     cluster.serve_deploy(file)
     require_two_replicas_with_tokens(cluster, model)
+
+
+@pytest.mark.long
+def test_the_death_of_a_replica_costs_no_client_a_request(cluster):
+    """Of the service that the test before has deployed, behind HAProxy. Each client asks once more."""
+    cohere, openai = map(pytest.importorskip, ("cohere", "openai"))
+    url, token = f"http://127.0.0.1:{cluster.port}", TOKENS[0]
+    ours = Client(url, token, retries=1)
+    openai_client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=1)
+    cohere_client = cohere.ClientV2(api_key=token, base_url=url)
+    ask_once_more = {"max_retries": 1}
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": lambda: ours.rank(CONTEXT["context"], pool="replies").results,
+        "openai": lambda: openai_client.embeddings.create(model="dialogue", input=["hi"]).data,
+        "cohere": lambda: (
+            cohere_client.rerank(
+                model="dialogue", query="hi", documents=["a"], request_options=ask_once_more
+            ).results
+        ),
+    }
+    answers, stop = Counter[str](), threading.Event()
+
+    def go_on_asking(name: str) -> None:
+        while not stop.is_set():
+            assert calls[name]()
+            answers[name] += 1
+
+    def pids() -> set[int]:
+        (ranker,) = cluster.application("dialogue")["deployments"].values()
+        return {each["pid"] for each in ranker["replicas"] if each["state"] == "RUNNING"}
+
+    def all_have_asked(times: int) -> bool:
+        assert not any(each.done() for each in asking)  # else it raises what a client was told
+        return all(answers[name] >= times for name in calls)
+
+    before = pids()
+    with ThreadPoolExecutor(len(calls)) as threads:
+        asking = [threads.submit(go_on_asking, name) for name in calls]
+        try:
+            until(lambda: all_have_asked(20))
+            os.kill(min(before), signal.SIGKILL)
+            until(lambda: len(pids() - {min(before)}) == 2 and all_have_asked(20))
+            heard = max(answers.values())
+            until(lambda: all_have_asked(heard + 20))
+        finally:
+            stop.set()
+            for each in asking:
+                each.result(60)
 
 
 # The examples, one after the other on the same cluster
@@ -378,7 +433,6 @@ def test_tokens_change_without_a_restart(cluster, example, model, tmp_path):
 def test_a_page_of_another_origin_may_read_answers_and_refusals(
     cluster, example, model, origin, allowed
 ):
-    """A proxy refuses a body of 3 MB itself."""
     example("cors")
     for text, status in (("hello", 200), ("x" * 3_000_000, 413)):
         request = Request(f"http://127.0.0.1:{cluster.port}/rank", method="POST")

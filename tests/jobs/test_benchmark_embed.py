@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from jobs.benchmarks import growth, sequence_length
+from jobs.benchmarks import pictures, sequence_length
 from pipeline.models import inference
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer
@@ -86,10 +85,10 @@ def test_the_fastest_round_counts(measure, encoder, tmp_path, monkeypatch):
         return torch.zeros(len(rows), 8)
 
     monkeypatch.setattr(inference, "row_vectors", row_vectors)
-    monkeypatch.setattr(sequence_length, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: clock[0])
     assert measure(encoder(300)).code == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    [curve] = growth.curves(rows)
+    [curve] = pictures.curves(rows)
     assert [n for n, _ in curve.points] == [32, 64, 128, 256]  # as far as the positions go
     assert [ms for _, ms in curve.points] == pytest.approx([n**2 / 1e3 for n, _ in curve.points])
     assert curve.slope == pytest.approx(2)
@@ -103,4 +102,4 @@ def test_an_encoder_for_one_length_is_refused(measure, encoder):
 
 def test_a_part_that_there_is_not_is_refused(run_job_here, tmp_path):
     done = run_job_here("benchmark", "embed", "--only", "lengths", "--work", tmp_path)
-    assert "only: 'lengths' is not allowed; allowed: rate, night, kills, length" in done.refusal
+    assert "only: 'lengths' is not allowed; allowed: rate, night, length, plan" in done.refusal

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from jobs.benchmarks import inference_time
+from jobs.benchmarks.paper import inference_time
 from pipeline.evaluation import ranking
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer

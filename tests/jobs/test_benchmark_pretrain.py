@@ -1,22 +1,19 @@
-"""`jobs.benchmark pretrain` and `gpu`: all sides train the same; without a GPU the latter says so."""
+"""`jobs.benchmark pretrain`: all sides train the same."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from jobs import benchmark
 from jobs import pretrain as pretrain_job
-from jobs.benchmarks import gpu, growth, pretrain, pretraining_peers
+from jobs.benchmarks import pictures, pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
 from jobs.benchmarks.pretraining_peers import bare_step
-from pipeline.config import BadInput
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -53,8 +50,7 @@ def in_process(run_job_here, monkeypatch):
         asked.append((verb, *map(str, options)))
         return Run(run_job_here(verb, *options).summary, 1.0, 1.0)
 
-    for module in (pretrain, gpu):
-        monkeypatch.setattr(module, "run_job", run)
+    monkeypatch.setattr(pretrain, "run_job", run)
     return asked
 
 
@@ -173,7 +169,7 @@ def test_workers_double_up_to_the_cores_and_the_micro_batches(
     rows = {row.row: asdict(row) for row in pretrain.measure("small", [corpus], options, tmp_path)}
     assert sorted(ran) == workers
     row = rows["pretrain.by_workers"]
-    [curve] = growth.curves([row])
+    [curve] = pictures.curves([row])
     assert [count for count, _ in curve.points] == workers
     assert curve.slope == pytest.approx(0.8)
     most = workers[-1]
@@ -181,107 +177,3 @@ def test_workers_double_up_to_the_cores_and_the_micro_batches(
     assert row["detail"]["efficiency"] == {n: round(n**-0.2, 3) for n in workers}
     assert row["detail"]["tokens of a step at most"] == batch_tokens
     assert rows["pretrain.scaling_two_workers"]["ours"] == pytest.approx(1000 * 2**0.8)
-
-
-def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    file = tmp_path / "rows.json"
-    done = benchmark.run(benchmark.Config(part="gpu", work=str(tmp_path), json=str(file)))
-    assert done["rows"] == {}
-    assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
-    assert json.loads(file.read_text()) == []
-
-
-@pytest.mark.long
-def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
-    rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
-    assert list(rows) == [
-        "gpu.search.10m_time_over_read_floor",
-        "gpu.search.16_contexts_share_of_peak",
-        "gpu.search.10m_bi_time_over_read_floor",
-        "gpu.search.10m_bi.vs_faiss",
-        "gpu.search.10m_bi.vs_cuvs",
-        "gpu.pretrain.mfu_bert_base_128",
-        "gpu.pretrain.mfu_bert_base_512",
-        "gpu.pretrain.job_mfu",
-        "gpu.finetune.bi.samples_per_s",
-        "gpu.finetune.bi.valid_r1",
-        "gpu.finetune.poly.samples_per_s",
-        "gpu.finetune.poly.valid_r1",
-        "gpu.finetune.cross.samples_per_s",
-        "gpu.finetune.cross.valid_r1",
-        "gpu.embed.texts_per_s",
-        "gpu.search.rank_1_clients",
-        "gpu.search.rank_8_clients",
-        "gpu.search.rank_32_clients",
-    ]
-    for row in rows.values():
-        assert ".vs_" in row.row or (row.ours is not None and row.ours >= 0)
-    kinds = [name for name in rows["gpu.pretrain.mfu_bert_base_512"].detail if "tokens" in name]
-    assert kinds == ["eager, 1,024 tokens", "compiled, 1,024 tokens"]
-
-
-@pytest.mark.parametrize(
-    ("fits", "rate", "names"),
-    [
-        (lambda tokens, compiled: False, None, ["eager, 512 tokens"]),
-        (
-            lambda tokens, compiled: tokens < 2048 and not compiled,
-            1024,
-            [
-                "eager, 512 tokens",
-                "eager, 1,024 tokens",
-                "eager, 2,048 tokens",
-                "compiled, 1,024 tokens",
-            ],
-        ),
-    ],
-)
-def test_what_does_not_fit_on_a_gpu_is_named_beside_what_does(monkeypatch, fits, rate, names):
-    def measured(tokens, length, device, scale, compiled):
-        if not fits(tokens, compiled):
-            raise torch.OutOfMemoryError("no memory")
-        return {"mfu": tokens, "micro_batch_tokens": tokens}
-
-    monkeypatch.setattr(gpu, "_rate", measured)
-    scale = replace(gpu._SCALES["cpu"], micro_batch_tokens=(512, 1024, 2048, 4096))
-    row = gpu._utilisation(128, torch.device("cpu"), scale)
-    assert row.ours == rate
-    tried = {name: value for name, value in row.detail.items() if name.endswith("tokens")}
-    assert sorted(tried) == sorted(names)
-    failed = [name for name, value in tried.items() if value == "failed: no memory"]
-    assert len(failed) == (1 if rate is None else 2)
-
-
-def test_the_rows_that_a_gpu_made_are_kept_when_a_later_part_fails(
-    monkeypatch, tmp_path, convai2_corpus
-):
-    def fail(verb, *options):
-        raise BadInput(f"jobs.{verb}: it failed")
-
-    monkeypatch.setattr(gpu, "run_job", fail)
-    monkeypatch.setattr(pretrain, "tokens", lambda size, corpus, work: "tokens")
-    monkeypatch.setattr(gpu, "_rate", lambda *more: {"mfu": 0.5, "micro_batch_tokens": 1024})
-    rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
-    assert rows["gpu.pretrain.mfu_bert_base_512"].ours == 0.5
-    for name in ("bi", "poly", "cross"):
-        assert rows[f"gpu.finetune.{name}"].ours is None
-        assert rows[f"gpu.finetune.{name}"].detail == {"failed": "jobs.finetune: it failed"}
-    assert str(tmp_path) in rows["gpu.embed.texts_per_s"].detail["failed"]
-
-
-def test_made_up_micro_batches_are_full():
-    batch = gpu.made_up_micro_batch(4, 128, 300)
-    assert batch.token_count == batch.tokens.ids_BT.numel() == 512
-    assert batch.tokens.mask_BT.all()
-    assert batch.predicted_count == 77  # 15 %
-    assert len(set(batch.predicted_N.tolist())) == 77
-    torch.testing.assert_close(batch.labels_N, batch.tokens.ids_BT.flatten()[batch.predicted_N])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_utilisation_of_a_gpu_is_a_share():
-    """More than the peak would be a wrong count, or a clock that does not wait for the device."""
-    found = gpu._rate(16_384, 512, torch.device("cuda"), gpu._SCALES["cuda"], compiled=False)
-    assert 0.05 < found["mfu"] < 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks import growth, measure, report, shares
+from jobs.benchmarks import measure, pictures, report
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.targets import BY_ROW, TARGETS
 from pipeline.config import BadInput
@@ -28,18 +28,21 @@ def statuses(folder: Path) -> dict[str, str]:
     return {one.target.row: one.status for one in report.compare(rows)}
 
 
+def texts_of(svg: str) -> list[str]:
+    """Another version of matplotlib may draw a line by other numbers."""
+    picture = ET.fromstring(svg)
+    assert picture.tag.endswith("svg")
+    return [
+        text.strip() for element in picture.findall(".//{*}text") for text in element.itertext()
+    ]
+
+
 def test_the_page_and_its_picture_are_those_of_the_files():
     """`python -m jobs.benchmarks.report` after a change of the files, the targets or the script."""
     found = report.read(report.RESULTS)
     assert (report.ROOT / "BENCHMARKS.md").read_text() == report.page(found)
-    compared = report.compare(row for rows in found.values() for row in rows)
-    made = report.picture(compared)
-    assert (report.RESULTS / report.PICTURE).read_text() == made
-    assert ET.fromstring(made).tag.endswith("svg")
-    curves = growth.curves(row for rows in found.values() for row in rows)
-    assert (report.RESULTS / growth.PICTURE).read_text() == growth.picture(curves)
-    parts = shares.with_shares(found["profile"])
-    assert (report.RESULTS / shares.PICTURE).read_text() == shares.picture(parts)
+    for name, made in report.svg_files(found).items():
+        assert texts_of((report.RESULTS / name).read_text()) == texts_of(made), name
 
 
 def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path):
@@ -48,9 +51,9 @@ def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path
     before = (report.ROOT / "BENCHMARKS.md").read_bytes()
     report.main(["--results", str(tmp_path)])
     page = (tmp_path / "BENCHMARKS.md").read_text()
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert report.PICTURE in pictures
-    assert all((tmp_path / picture).is_file() for picture in pictures)
+    names = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert pictures.TARGETS in names
+    assert all((tmp_path / name).is_file() for name in names)
     assert (report.ROOT / "BENCHMARKS.md").read_bytes() == before
 
 
@@ -143,25 +146,21 @@ def test_the_slope_of_a_power_is_its_exponent(tmp_path):
         BenchmarkRow("a", 1.0, "s", detail=detail),
         BenchmarkRow("b", 1.0, "s"),
     )
-    [curve] = growth.curves(row for rows in report.read(tmp_path).values() for row in rows)
+    [curve] = pictures.curves(row for rows in report.read(tmp_path).values() for row in rows)
     assert curve.slope == pytest.approx(1.5)
-    made = ET.fromstring(growth.picture([curve, curve, curve, curve]))
-    assert len(made.findall(".//{*}circle")) == 16
+    assert texts_of(pictures.growth([curve] * 4)).count("slope 1.50") == 4
     assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
         report.read(tmp_path)
     )
 
 
-def test_the_parts_of_a_path_fill_its_bar_and_each_is_named():
+def test_each_part_of_a_path_is_named():
     parts = {"products <bf16>": 0.7, "norms": 0.285, "the rest": 0.015}
     row = {"row": "profile.a", "ours": 2.5, "unit": "ms a text", "detail": {"shares": parts}}
     other = {"row": "b", "ours": 1.0, "unit": "ms", "detail": {}}
-    made = ET.fromstring(shares.picture(shares.with_shares([row, other])))
-    widths = [float(bar.attrib["width"]) for bar in made.findall(".//{*}g/{*}rect")]
-    assert [width / sum(widths) for width in widths] == pytest.approx([*parts.values()], abs=1e-3)
-    words = " ".join(made.itertext())
-    assert all(name in words for name in (*parts, "profile.a", "70 %"))
-    assert len(made.findall(".//{*}g")) == 1
+    words = texts_of(pictures.profiles(pictures.with_shares([row, other])))
+    assert {"products <bf16> 70 %", "norms 28 %", "the rest 2 %", "profile.a"} <= set(words)
+    assert "b" not in words
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path):

@@ -63,6 +63,8 @@ def test_all_rows_are_there_and_answers_are_those_of_float64(run, tmp_path):
     assert by_size["600 rows, m = 1, 1 contexts"].keys() == {
         "scores", "vectors", "sketch", "auto", "plain", "faiss"
     }  # fmt: skip
+    # A row that is named after a million says how many it searched.
+    assert all("3,000" in row["detail"]["note"] for row in rows.values())
     detail = rows["search.pruned_1m.time_share_of_exact"]["detail"]
     assert detail["dtype"] == "float32"
     assert detail["certified"] == "20 of 20 questions"

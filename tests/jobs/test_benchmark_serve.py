@@ -142,7 +142,7 @@ def measure_there(run_job_here, convai2_corpus, tmp_path, monkeypatch):
     """`measure_there(url, …)`: the job on a service that is already there."""
     size = any_service.Size(300, 20, 0.2, 1, 0.2, 0.2)
     monkeypatch.setitem(any_service.SIZES, "small", size)
-    monkeypatch.setattr(any_service.by_clients, "COUNTS", (1, 4))
+    monkeypatch.setattr(any_service, "COUNTS", (1, 4))
 
     def measure(url: str, *options: object):
         return run_job_here(
@@ -192,7 +192,7 @@ def test_options_of_a_service_that_is_already_there(run_job_here, options, said)
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     size = any_service.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
     monkeypatch.setitem(any_service.SIZES, "small", size)
-    monkeypatch.setattr(any_service.by_clients, "COUNTS", (1, 4))
+    monkeypatch.setattr(any_service, "COUNTS", (1, 4))
     monkeypatch.setattr(
         parts, "_with_haproxy", lambda *arguments: parts.BenchmarkRow("haproxy", 1.0, "ms")
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
 from jobs import serve as serve_job
-from serve.bearer_tokens import FILE, HASHES
-from serve.cross_origin import ORIGINS
+from serve.http.bearer_tokens import FILE, HASHES
 from tests.helpers import free_port
 
 
@@ -48,14 +46,3 @@ def test_wrong_tokens_are_one_line(run_job_here, tiny_ranker, monkeypatch, name)
     model = tiny_ranker("bi").uri
     refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
     assert f"{name}: " in refusal
-
-
-def test_the_proxies_of_its_ray_are_told_the_origins(monkeypatch):
-    environment: dict[str, str] = {}
-    monkeypatch.setattr(serve_job, "os", SimpleNamespace(environ=environment))
-    monkeypatch.setattr("serve.app.build", lambda arguments: None)
-    monkeypatch.setattr(serve_job.cluster, "session", lambda: pytest.fail("no Ray", pytrace=False))
-    arguments = ("origins=https://a.example,https://b.example",)
-    with pytest.raises(pytest.fail.Exception, match="no Ray"):
-        serve_job.run(serve_job.Config(model="m", port=free_port(), arguments=arguments))
-    assert environment == {ORIGINS: "https://a.example,https://b.example"}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serve.batcher import SENDER, Batcher, Stage
-from serve.errors import Refusal
+from serve.refusals import Refusal
 
 from .conftest import Clock
 
@@ -204,7 +204,6 @@ def test_where_a_large_request_is_refused_a_small_one_may_pass(simulation):
         refusal = simulation.batcher.refusal(deadline, is_bulk=True)
     assert refusal is not None
     assert (refusal.code, refusal.retry_after_s) == ("overloaded", pytest.approx(2.56))
-    assert not refusal.is_full
 
 
 def test_an_estimate_that_is_too_high_refuses_nobody_for_ever(simulation):

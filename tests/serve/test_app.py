@@ -23,7 +23,8 @@ from ray.serve.schema import (
 from pipeline.config import BadInput
 from pipeline.registry import REGISTRY
 from serve import app
-from serve.bearer_tokens import HASHES, BearerTokens
+from serve.http.bearer_tokens import HASHES, BearerTokens
+from serve.metrics import Metrics
 from serve.service import RankAnswer, Service
 from serve.versions import Versions
 
@@ -47,7 +48,7 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
 
     service = Service(no_engine, max_wait_s=2.0, record_ranking=answers.append)
     args = app.Args(model=model.uri, pools=[pool])
-    replica = SimpleNamespace(_args=args, _shards=[], _metrics=None, _service=service)
+    replica = SimpleNamespace(_args=args, _shards=[], _metrics=Metrics(), _service=service)
     load = app.Ranker.func_or_class._load
     engine = load(replica, Versions(model.uri, model.fingerprint, (pool,)))
     engine.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import BadInput
-from serve.bearer_tokens import FILE, HASHES, BearerTokens
+from serve.http.bearer_tokens import FILE, HASHES, BearerTokens
 
 
 def hash_of(token: str) -> str:
@@ -42,6 +42,17 @@ def test_hashes_come_from_the_environment_and_from_a_file(file, monkeypatch):
     assert accepted(BearerTokens.of_environment(), "a", "b", "c", "d") == ["b", "c"]
     monkeypatch.setenv(HASHES, "")
     assert BearerTokens.of_environment().sender("") == ""
+
+
+def test_a_token_may_have_a_name(file, monkeypatch):
+    monkeypatch.setenv(HASHES, f"search-team={hash_of('b')}")
+    replace(file, f"{hash_of('a')}\nnight.job={hash_of('c')}\n")
+    tokens = BearerTokens.of_environment()
+    senders = [tokens.sender(f"Bearer {token}") for token in "abcd"]
+    assert senders == [hash_of("a")[:16], "search-team", "night.job", None]
+    for entry in (f"a b={hash_of('a')}", f"é={hash_of('a')}", f"{'n' * 41}={hash_of('a')}"):
+        with pytest.raises(BadInput, match="NAME=HASH"):
+            BearerTokens([entry])
 
 
 def test_a_file_that_changes_is_read_again(file):

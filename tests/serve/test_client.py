@@ -22,12 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from serve.api import create_app
-from serve.bearer_tokens import BearerTokens
 from serve.client import AsyncClient, Client, ServiceError
 from serve.client_types import Question, Ranking
 from serve.engine import Engine
-from serve.errors import CODES, Refusal
+from serve.http import errors
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
+from serve.refusals import CODES, Refusal
 from serve.service import Service
 
 from .conftest import REPLIES
@@ -109,7 +110,7 @@ class Refusing:
 
 def refused(status: int, retry_after: str | None = None) -> Response:
     code = next(code for code, meaning in CODES.items() if meaning.status == status)
-    response = Refusal(code, "not now").response()
+    response = errors.response(Refusal(code, "not now"))
     if retry_after is not None:
         response.headers["retry-after"] = retry_after
     return response
@@ -293,6 +294,25 @@ def test_what_would_fail_again_is_not_sent_again(ask, app, waits, status):
     with serving(service) as url:
         assert error_of(lambda: ask(url, "rank", CONTEXT, TEXTS)).status == status
     assert len(service.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "attempts", "code"),
+    [(404, 4, "not_ready"), (408, 1, "too_late"), (500, 2, "replica_died"), (503, 4, "not_ready")],
+)
+def test_what_proxies_say_without_a_replica_is_understood(ask, waits, status, attempts, code):
+    """In plain text. A request under which two replicas died may be what kills them."""
+    service = Refusing(PlainTextResponse("Internal Server Error", status))
+    with serving(service) as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS))
+    assert (error.code, error.status) == (code, status)
+    assert len(service.seen) == attempts
+
+
+def test_one_death_of_a_replica_is_not_noticed(ask, app, waits):
+    service = Refusing(app, PlainTextResponse("Internal Server Error", 500), refused(429))
+    with serving(service) as url:
+        assert isinstance(ask(url, "rank", CONTEXT, TEXTS), Ranking)
 
 
 def test_a_lost_connection_is_made_again(ask, app):

@@ -31,7 +31,7 @@ from pipeline.pools.pool import make_current
 from pipeline.ranking.results import Result
 from serve import app
 from serve.batcher import Stage
-from serve.client import Client
+from serve.client import Client, ServiceError
 from serve.engine import Engine
 from serve.versions import Versions
 from tests.helpers import free_port, ray_processes
@@ -107,7 +107,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Load:
-    """What two clients heard that asked all the time."""
+    """What two clients heard that asked all the time, each a second time where a replica had died."""
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
@@ -124,15 +124,19 @@ def steady_load(port: int, prefix: str = "", pool: str = "replies") -> Iterator[
     load, stop = Load(), threading.Event()
 
     def client() -> None:
-        while not stop.wait(_PAUSE_S):
-            status, answer = ask(port, "POST", f"{prefix}/rank", {**ASKED, "pool": pool})
-            load.statuses[status] += 1
-            if status == 200:
-                load.versions.append(answer["pool"]["version"])
-                load.served.append((answer["model"], answer["pool"]["version"]))
-                load.missing_shards.append(answer["pool"]["missing_shards"])
-                load.uncertified += not answer["certified"]
-            load.answers += 1
+        with Client(f"http://127.0.0.1:{port}{prefix}", retries=1) as client:
+            while not stop.wait(_PAUSE_S):
+                try:
+                    ranking = client.rank(["hello there"], pool=pool, top_k=3)
+                except ServiceError as error:
+                    load.statuses[error.status] += 1
+                else:
+                    load.statuses[200] += 1
+                    load.versions.append(str(ranking.pool_version))
+                    load.served.append((ranking.model, str(ranking.pool_version)))
+                    load.missing_shards.append(list(ranking.missing_shards))
+                    load.uncertified += not ranking.certified
+                load.answers += 1
 
     with ThreadPoolExecutor(2) as threads:
         clients = [threads.submit(client) for _ in range(2)]
@@ -431,13 +435,3 @@ def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == 0
     assert list(dict.fromkeys(load.served)) == published  # each taken, in order, and none mixed
-
-
-# The end
-
-
-def test_rays_own_answers_have_our_shape_in_the_proxy(port):
-    """Of an application that is not deployed (yet) Ray says 404 in plain text."""
-    serve.delete("default")
-    status, answer = ask(port, "POST", "/rank", {"context": "a", "candidates": ["b"]})
-    assert (status, answer["error"]["code"]) == (503, "not_ready")

@@ -21,9 +21,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from serve import api
+from serve import app
+from serve.http import api
 
-INTERFACE = json.loads(Path(api.__file__).with_name("openapi.json").read_text())
+INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
 OPERATIONS = [
     (path, method) for path, methods in INTERFACE["paths"].items() for method in sorted(methods)
 ]

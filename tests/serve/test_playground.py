@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from serve import api
-from serve.bearer_tokens import BearerTokens
+from serve.http import api
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from . import browser as browsers
@@ -141,6 +141,13 @@ def test_other_files_are_not_served(client, name):
 def test_pages_that_load_scripts_from_elsewhere_are_off(client):
     assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
     assert client.get("/openapi.json").status_code == 200
+
+
+def test_the_page_can_be_left_out(asking, tiny_ranker):
+    service = asking(tiny_ranker("bi")).service
+    client = TestClient(api.create_app(service, has_playground=False))
+    assert client.get("/").status_code == 405  # a format of Hugging Face has POST there
+    assert client.get("/playground/index.js").status_code == 404
 
 
 def test_the_page_needs_no_token_and_rankings_do(asked):

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import search
 from pipeline import Pool, Ranker
-from serve.api import create_app
+from serve.http.api import create_app
 
 from .conftest import REPLIES, ask, serving
 

@@ -18,12 +18,12 @@ from pipeline.config import BadInput
 from pipeline.pools.lock import is_leased
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import PoolPart
-from serve import api
 from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
-from serve.errors import Refusal
+from serve.http import api
 from serve.masks import ALL_ROWS, Masks, RowFilter
+from serve.refusals import Refusal
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -34,8 +34,8 @@ CONTEXT = ["hello there", "what do you do ?"]
 class InProcess:
     """A shard in this process, which may be gone."""
 
-    def __init__(self, part: PoolPart) -> None:
-        self.shard, self.is_gone, self.asked = PoolShard(part, 60.0), False, 0
+    def __init__(self, share: PoolPart) -> None:
+        self.shard, self.is_gone, self.asked = PoolShard(share, 60.0), False, 0
 
     def open(self, version):
         if self.is_gone:

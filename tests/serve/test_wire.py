@@ -20,13 +20,14 @@ from fastapi.testclient import TestClient
 from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from serve.api import create_app
-from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
+from serve.http.api import create_app
+from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from .live import serving
 
+NAME = "dialogue"
 QUERY = "hi , what do you do ?"
 TEXTS = ["i sail on the harbour", "tea", "no", "a nurse", "i sail on the harbour", "x" * 200]
 ARCHITECTURES = ["bi", "poly", "cross"]
@@ -81,7 +82,7 @@ def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
                 service = Service(lambda: engine, max_wait_s=60.0)
                 stack.callback(engine.close)
                 stack.callback(service.close)
-                url = stack.enter_context(serving(create_app(service)))
+                url = stack.enter_context(serving(create_app(service, names=[NAME])))
                 made[architecture] = Live(url, artifact, load_ranker(Path(artifact.uri)))
             return made[architecture]
 
@@ -161,14 +162,14 @@ def test_coheres_client_reranks(live, cohere_of, architecture, version):
     one = live(architecture)
     scores = one.scores(QUERY, TEXTS)
     client = cohere_of(one, version)
-    answer = client.rerank(model="rerank-v3.5", query=QUERY, documents=TEXTS, top_n=3)
+    answer = client.rerank(model=NAME, query=QUERY, documents=TEXTS, top_n=3)
     order = np.argsort(-scores, kind="stable")[:3]
     assert [result.index for result in answer.results] == order.tolist()
     found = [result.relevance_score for result in answer.results]
     assert found == pytest.approx(sigmoid(scores[order]), **NEAR)
     assert answer.meta.api_version.version == str(version)
     assert answer.id
-    whole = client.rerank(model="rerank-v3.5", query=QUERY, documents=TEXTS)
+    whole = client.rerank(model=NAME, query=QUERY, documents=TEXTS)
     assert len(whole.results) == len(TEXTS)
 
 
@@ -185,7 +186,7 @@ def test_coheres_client_gets_documents_back(live, cohere_of):
 def test_coheres_client_raises_its_own_error(live, cohere, cohere_of):
     client = cohere_of(live("bi"), 2)
     with pytest.raises(cohere.UnprocessableEntityError) as caught:
-        client.rerank(model="any", query=QUERY, documents=[" "])
+        client.rerank(model=NAME, query=QUERY, documents=[" "])
     assert caught.value.body["error"]["field"] == "documents.0"
 
 
@@ -193,7 +194,7 @@ def test_coheres_client_raises_its_own_error(live, cohere, cohere_of):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_jinas_format(live, architecture, path):
     one = live(architecture)
-    body = {"model": "jina-reranker-v2", "query": QUERY, "documents": TEXTS, "top_n": 2}
+    body = {"model": NAME, "query": QUERY, "documents": TEXTS, "top_n": 2}
     answer = one.post(path, {**body, "return_documents": True}).json()
     scores = one.scores(QUERY, TEXTS)
     order = np.argsort(-scores, kind="stable")[:2].tolist()
@@ -306,7 +307,7 @@ def test_contexts_are_embedded_where_they_have_one_vector(live):
 def test_openais_client_embeds(live, openai_of, encoding):
     one = live("bi")
     more = {} if encoding is None else {"encoding_format": encoding}
-    answer = openai_of(one).embeddings.create(model="any", input=TEXTS, user="me", **more)
+    answer = openai_of(one).embeddings.create(model=NAME, input=TEXTS, user="me", **more)
     expected = unit(one.vectors(TEXTS))
     if encoding == "base64":
         found = [np.frombuffer(base64.b64decode(e.embedding), "<f4") for e in answer.data]
@@ -321,16 +322,17 @@ def test_openais_client_embeds(live, openai_of, encoding):
 def test_openais_client_cuts_vectors(live, openai, openai_of):
     one = live("poly")
     client = openai_of(one)
-    answer = client.embeddings.create(model="any", input=TEXTS[0], dimensions=5)
+    answer = client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=5)
     assert np.allclose(answer.data[0].embedding, unit(one.vectors(TEXTS[:1])[:, :5])[0], atol=1e-5)
     with pytest.raises(openai.UnprocessableEntityError, match="allowed: at most 16") as caught:
-        client.embeddings.create(model="any", input=TEXTS[0], dimensions=17)
+        client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=17)
     assert caught.value.code == "invalid_request"
 
 
 def test_openais_client_lists_the_model(live, openai_of):
     one = live("cross")
-    (model,) = openai_of(one).models.list().data
+    model, named = openai_of(one).models.list().data
+    assert named.id == NAME
     assert (model.id, model.object, model.owned_by) == (
         one.artifact.fingerprint,
         "model",
@@ -342,10 +344,31 @@ def test_openais_client_lists_the_model(live, openai_of):
 def test_openais_client_gets_the_model_and_no_other(live, openai, openai_of):
     one = live("bi")
     client = openai_of(one)
-    (listed,) = client.models.list()
-    assert client.models.retrieve(listed.id) == listed
-    with pytest.raises(openai.NotFoundError, match=f"allowed: {listed.id}"):
+    for listed in client.models.list():
+        assert client.models.retrieve(listed.id) == listed
+    there_are = f"there are: {NAME}, {one.artifact.fingerprint}"
+    with pytest.raises(openai.NotFoundError, match=there_are):
         client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (path, {"query": QUERY, "documents": TEXTS})
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ]
+    + [("/v1/embeddings", {"input": TEXTS}), ("/embeddings", {"input": TEXTS})],
+)
+def test_a_model_that_is_not_served_is_refused(live, path, body):
+    """An answer of another model was taken for the one that was named."""
+    one = live("bi")
+    answer = one.post(path, {**body, "model": "rerank-v3.5"})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["code"], error["field"]) == ("unknown_model", "model")
+    for name in (NAME, one.artifact.fingerprint):
+        assert name in error["message"]
+        assert one.post(path, {**body, "model": name}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -369,7 +392,7 @@ def test_teis_similarity(live):
 @pytest.mark.parametrize("ids", [[101, 7592], [[101, 7592]]])
 def test_token_ids_of_another_vocabulary_are_refused(live, openai, openai_of, ids):
     with pytest.raises(openai.UnprocessableEntityError, match="token ids are not allowed"):
-        openai_of(live("bi")).embeddings.create(model="any", input=ids)
+        openai_of(live("bi")).embeddings.create(model=NAME, input=ids)
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
@@ -401,7 +424,7 @@ def test_a_cross_encoder_has_no_vectors(live, path, body):
 # What is refused, and what is ignored
 
 DOCUMENTS = {"query": QUERY, "documents": TEXTS}
-MANY = ["a"] * 1001
+MANY = ["a"] * 10_001
 
 
 @pytest.mark.parametrize(
@@ -410,14 +433,14 @@ MANY = ["a"] * 1001
         ("/rerank", {"query": QUERY}, "documents", "required"),
         ("/rerank", {"texts": TEXTS}, "query", "required"),
         ("/rerank", {"query": QUERY, "texts": []}, "texts", "at least 1"),
-        ("/rerank", {"query": QUERY, "texts": MANY}, "texts", "at most 1000"),
+        ("/rerank", {"query": QUERY, "texts": MANY}, "texts", "at most 10000"),
         ("/rerank", {"query": QUERY, "texts": ["a", 5]}, "texts.1", "string"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "raw_scores": "yes"}, "raw_scores", "boolean"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncation_direction": "left"},
          "truncation_direction", "right"),
         ("/rerank", [], None, "object"),
         ("/v1/rerank", {**DOCUMENTS, "query": " "}, "query", "empty"),
-        ("/v1/rerank", {**DOCUMENTS, "documents": MANY}, "documents", "at most 1000"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": MANY}, "documents", "at most 10000"),
         ("/v1/rerank", {**DOCUMENTS, "documents": [{"title": "a"}]}, "documents.0.text", "required"),
         ("/v1/rerank", {**DOCUMENTS, "documents": ["a", 3]}, "documents.1", "string"),
         ("/v1/rerank", {**DOCUMENTS, "documents": ["\ud800"]}, "documents.0", "surrogate"),
@@ -431,7 +454,7 @@ MANY = ["a"] * 1001
         ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": True}, "top_n", "integer"),
         ("/embed", {"inputs": []}, "inputs", "at least 1"),
-        ("/embed", {"inputs": MANY}, "inputs", "at most 1000"),
+        ("/embed", {"inputs": MANY}, "inputs", "at most 10000"),
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
         ("/embed", {"inputs": [101]}, "inputs", "token ids"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
@@ -457,10 +480,10 @@ def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
     ("path", "body", "ignored"),
     [
         ("/rerank", {"query": QUERY, "texts": TEXTS}, {"truncate": True, "model": "tei"}),
-        ("/v2/rerank", DOCUMENTS, {"model": "rerank-v3.5", "max_tokens_per_doc": 9, "priority": 1}),
+        ("/v2/rerank", DOCUMENTS, {"model": None, "max_tokens_per_doc": 9, "priority": 1}),
         ("/v1/rerank", DOCUMENTS, {"max_chunks_per_doc": 9, "top_n": None}),
         ("/embed", {"inputs": TEXTS}, {"truncate": None, "prompt_name": None, "dimensions": None}),
-        ("/v1/embeddings", {"input": TEXTS}, {"model": "text-embedding-3-small", "user": "me"}),
+        ("/v1/embeddings", {"input": TEXTS}, {"model": NAME, "user": "me"}),
         ("/", {"inputs": TEXTS}, {"parameters": {}, "truncate": True}),
     ],
 )

@@ -1,32 +1,33 @@
-"""A table from its trials to its files."""
+"""A table from its trials to rows beside the paper's numbers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jobs.benchmarks.measure import BenchmarkRow
-from jobs.benchmarks.paper import report, trials
+from jobs.benchmarks.paper import trials
 from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial, of_encoders
 from jobs.benchmarks.paper.trials import Job, Outcome, Setting
-from pipeline import storage, tracking
+from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, flatten, require, to_dict
+from pipeline.evaluation import significance
 
 
 def measure(
     number: Number, corpora: Sequence[str], only: Sequence[str], seeds: int, setting: Setting
 ) -> list[BenchmarkRow]:
-    """Runs the missing trials, writes `table-<number>` as .md, .json and .png, and returns its rows.
+    """Runs the missing trials, and returns the table's rows.
 
     Raises BadInput for unknown trials and options, and Stopped if no trial succeeds.
     """
     table = of_encoders(setting.encoders) if number == "encoders" else TABLES[number]
-    corpus_of_task = _by_task(corpora)
     jobs = [
         trials.plan(trial, corpus, task, seed, setting)
-        for task, corpus in corpus_of_task.items()
+        for task, corpus in _corpus_of_task(corpora).items()
         for trial in _selected_trials(table, only)
         if trials.paper_task(task) not in trial.tasks_without
         for seed in range(seeds)
@@ -34,29 +35,79 @@ def measure(
     require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")
     _check_rows(table, jobs)
     outcomes = trials.run(jobs)
-    table_lines = report.lines(table, jobs, outcomes)
-    if not any(line.outcomes for line in table_lines):
+    if not any(isinstance(outcome, Outcome) for outcome in outcomes.values()):
         raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
-    comparisons = report.comparisons(table, table_lines)
-    rows = report.rows(number, table_lines, comparisons)
-    text = report.markdown(number, table, table_lines, comparisons, _note(jobs, setting, outcomes))
-    print(text)
-    files = {
-        f"table-{number}.md": text.encode(),
-        f"table-{number}.json": json.dumps([asdict(row) for row in rows], indent=1).encode(),
-        f"table-{number}.png": report.plot(table, table_lines),
+    return rows(f"paper.{number}", f"{setting.size} recipes", table, jobs, outcomes)
+
+
+def rows(
+    name: str,
+    about: str,
+    table: Table,
+    jobs: Sequence[Job],
+    outcome_of_label: Mapping[str, Outcome | str],
+) -> list[BenchmarkRow]:
+    """One for each task and trial over its seeds, and one for each of the table's comparisons."""
+    jobs_of_row: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        jobs_of_row.setdefault((job.task, job.trial.name), []).append(job)
+    result_rows = []
+    hits_of_row: dict[tuple[str, str], Floats] = {}
+    for (task, trial_name), row_jobs in jobs_of_row.items():
+        results = [outcome_of_label[job.label] for job in row_jobs]
+        outcomes = [result for result in results if isinstance(result, Outcome)]
+        failures = [result for result in results if isinstance(result, str)]
+        row, peer = f"{name}.{task}.{trial_name}", row_jobs[0].trial.published_for(task)
+        detail: dict[str, Any] = {"failed": failures} if failures else {}
+        if not outcomes:
+            result_rows.append(BenchmarkRow(row, None, "R@1", peer, detail=detail))
+            continue
+        hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
+        hits_of_row[task, trial_name] = hits_SN.mean(axis=0)
+        detail |= _seed_detail(hits_SN, outcomes, about)
+        metric = next(iter(outcomes[0].metrics))
+        result_rows.append(BenchmarkRow(row, float(hits_SN.mean()), metric, peer, detail=detail))
+    return [*result_rows, *_comparisons(name, table, hits_of_row)]
+
+
+def _seed_detail(hits_SN: Floats, outcomes: Sequence[Outcome], about: str) -> dict[str, object]:
+    """Means over the seeds, with the 95 % interval over questions."""
+    by_seed = hits_SN.mean(axis=1)
+    deviation = float(by_seed.std(ddof=1)) if len(outcomes) > 1 else None
+    low, high = significance.mean_interval(hits_SN.mean(axis=0))
+    plus_minus = "" if deviation is None else f"± {deviation:.3f} over {len(outcomes)} seeds; "
+    return {
+        "seeds": by_seed.tolist(),
+        "deviation": deviation,
+        "interval of R@1": (low, high),
+        "metrics": {
+            name: float(np.mean([outcome.metrics[name] for outcome in outcomes]))
+            for name in outcomes[0].metrics
+        },
+        "samples/s": float(np.mean([outcome.samples_per_s for outcome in outcomes])),
+        "minutes": float(np.mean([outcome.minutes for outcome in outcomes])),
+        "peak MiB": float(np.mean([outcome.peak_memory_mib for outcome in outcomes])),
+        "note": f"{plus_minus}95 % over {hits_SN.shape[1]:,} questions: {low:.3f} to {high:.3f}; {about}.",
     }
-    for name, data in files.items():
-        storage.write_bytes(storage.join(setting.work, name), data)
-    inputs = {task: corpus.reference() for task, corpus in corpus_of_task.items()}
-    settings = {**asdict(setting), "table": number, "only": tuple(only), "seeds": seeds}
-    with tracking.start_sweep(f"paper table {number}", inputs, settings) as tracked:
-        tracked.log({row.row: row.ours for row in rows if row.ours is not None}, wait=True)
-        tracked.attach(files)
-    return rows
 
 
-def _by_task(uris: Sequence[str]) -> dict[str, Artifact]:
+def _comparisons(
+    name: str, table: Table, hits_of_row: Mapping[tuple[str, str], Floats]
+) -> Iterator[BenchmarkRow]:
+    for task in dict.fromkeys(task for task, _ in hits_of_row):
+        for first, second in table.pairs:
+            hits, other_hits = (hits_of_row.get((task, trial)) for trial in (first, second))
+            if hits is None or other_hits is None:
+                continue
+            pair = significance.compare_means(first, second, hits, other_hits)
+            low, high = pair.interval
+            detail = {"interval": pair.interval, "p": pair.p,
+                      "note": f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."}  # fmt: skip
+            row = f"{name}.{task}.{first}_less_{second}"
+            yield BenchmarkRow(row, pair.difference, "R@1", detail=detail)
+
+
+def _corpus_of_task(uris: Sequence[str]) -> dict[str, Artifact]:
     corpus_of_task: dict[str, Artifact] = {}
     for uri in uris:
         corpus = open_artifact(uri, "corpus")
@@ -79,27 +130,12 @@ def _selected_trials(table: Table, only: Sequence[str]) -> list[Trial]:
 def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
     """Raises BadInput for an option that would make two rows, or two seeds, the same."""
     names = {name for trial in table.trials for name in trial.changes}
-    rows = [name for name in names if len({trial.changes.get(name) for trial in table.trials}) > 1]
+    varied = [n for n in names if len({trial.changes.get(n) for trial in table.trials}) > 1]
     for job in jobs:
         values = flatten(to_dict(job.train))
-        row_changes = {name: value for name, value in job.trial.changes.items() if name in rows}
+        row_changes = {name: value for name, value in job.trial.changes.items() if name in varied}
         for name, value in {"ranker.architecture": job.trial.architecture, **row_changes}.items():
             require(values[name] == value, name, values[name],
                     f"{value!r} in row {job.trial.name}, whose difference it is")  # fmt: skip
         require(values["loop.seed"] == job.seed, "loop.seed", values["loop.seed"],
                 "none: --seeds says how many")  # fmt: skip
-
-
-def _note(jobs: Sequence[Job], setting: Setting, outcomes: Mapping[str, Outcome | str]) -> str:
-    """The conditions of the figures."""
-    successes = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome)]
-    trained_in = " and ".join(sorted({outcome.trained_in or "unknown" for outcome in successes}))
-    ranked_in = " and ".join(sorted({outcome.ranked_in or "unknown" for outcome in successes}))
-    seeds = len({job.seed for job in jobs})
-    changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
-    encoders = ", ".join("/".join(uri.rstrip("/").split("/")[-2:]) for uri in setting.encoders)
-    return (f"From {encoders}, {setting.size} recipes{changes}; "
-            f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. Precision of "
-            f"training: {trained_in}, of ranking: {ranked_in}. 95 %: "
-            "Bayesian bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
-            "Minutes are those of the training steps alone.")  # fmt: skip

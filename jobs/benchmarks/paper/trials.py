@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError
-from ray.util.queue import Queue
 from tqdm import tqdm
 
 from jobs import cluster, evaluate, finetune
@@ -32,7 +31,6 @@ from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse, to_dict
 from pipeline.engine.draft import draft, request_of
-from pipeline.engine.messages import listening
 from pipeline.engine.resources import Actors, cpus_each, fitting, precision_of_tasks
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
@@ -101,10 +99,6 @@ class Outcome:
     """All steps at this rate."""
     peak_memory_mib: float
     """Peak of one worker: a GPU's tensors, or the whole process."""
-    trained_in: str
-    """The precision of training; "" for trials of earlier code."""
-    ranked_in: str
-    """The precision of the evaluation; "" for trials of earlier code."""
 
 
 def task_of(corpus: Artifact) -> str:
@@ -186,8 +180,7 @@ def outcome(job: Job) -> Outcome | None:
     if not storage.exists(storage.join(job.evaluation, MANIFEST)):
         return None
     evaluation = open_artifact(job.evaluation, "evaluation")
-    training = open_artifact(job.train.output, "ranker").manifest
-    training_metrics = training["metrics"]
+    training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
     with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
         ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
     # A training that was resumed after its last step has no rate.
@@ -198,8 +191,6 @@ def outcome(job: Job) -> Outcome | None:
         steps_per_s * job.train.finetune.batch_examples,
         training_metrics["step"] / steps_per_s / 60,
         training_metrics.get("peak_memory_mib", math.nan),
-        training.get("precision", ""),
-        evaluation.manifest.get("precision", ""),
     )
 
 
@@ -213,36 +204,22 @@ def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
         evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
     if missing:
         bar = tqdm(desc="trials", total=len(jobs), initial=len(outcome_of_label), unit="trial")
-        steps: dict[str, str] = {}
-
-        def show_running() -> None:
-            running = [
-                (name, step) for name, step in list(steps.items()) if name not in outcome_of_label
-            ]
-            bar.set_postfix(dict(running))
-
-        def hear(label: str, step: int, step_count: int) -> None:
-            steps[label] = f"{step}/{step_count}"
-            show_running()
-
-        with cluster.session(), bar, listening(hear) as news:
-            for job, problem in run_tasks(missing, news):
+        with cluster.session(), bar:
+            for job, problem in run_tasks(missing):
                 outcome_of_label[job.label] = problem or outcome(job) or "nothing came out"
-                if problem:
-                    bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
+                bar.write(f"{job.label}: {problem or 'done'}", file=sys.stderr)
                 bar.update()
-                show_running()
     return {job.label: outcome_of_label[job.label] for job in jobs}
 
 
-def run_tasks(jobs: Sequence[Job], news: Queue) -> Iterator[tuple[Job, str]]:
+def run_tasks(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
     """(job, its problem or "") of each job as it ends."""
     task = ray.remote(num_cpus=0, max_retries=0)(train_and_evaluate)
     pending, jobs_of_tasks = list(reversed(jobs)), dict[Any, Job]()
     while pending or jobs_of_tasks:
         while pending and len(jobs_of_tasks) < _capacity([*jobs_of_tasks.values(), pending[-1]]):
             job = _with_resources(pending.pop())
-            jobs_of_tasks[task.remote(job, tracking.server(), news)] = job
+            jobs_of_tasks[task.remote(job, tracking.server())] = job
         (finished,), _ = ray.wait(list(jobs_of_tasks), num_returns=1)
         job = jobs_of_tasks.pop(finished)
         try:
@@ -252,13 +229,10 @@ def run_tasks(jobs: Sequence[Job], news: Queue) -> Iterator[tuple[Job, str]]:
             yield job, _reason(error)
 
 
-def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
-    """Runs the missing parts of a trial. Its training's workers and its scorer are tasks of their own.
-
-    `news` hears of (label, steps done, all steps).
-    """
+def train_and_evaluate(job: Job, tracking_server: str) -> None:
+    """Runs the missing parts of a trial. Its training's workers and its scorer are tasks of their own."""
     mlflow.set_tracking_uri(tracking_server)
-    finetune.run(job.train, lambda step, steps: news.put((job.label, step, steps)))
+    finetune.run(job.train, watch=lambda step, steps: None)  # the bars of several trials would mix
     model = open_artifact(job.train.output, "ranker")
     corpus = open_artifact(job.train.corpus, "corpus")
     out = draft(job.evaluation, "evaluation", job.ask, {"model": model, "corpus": corpus})

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jobs.benchmarks import pictures
+from jobs.benchmarks.inputs import read_contexts
 from jobs.benchmarks.measure import BenchmarkRow
-from jobs.benchmarks.serving import by_clients, pictures, services
-from jobs.benchmarks.serving.inputs import contexts_and_texts
+from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.load import LoadResult, Step, clients, poisson
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
@@ -24,6 +26,8 @@ from pipeline.config import BadInput
 PARTS = ("clients", "load")
 TOP_K = 10
 CLIENTS = 32
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of clients."""
 _SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)  # of saturation, where the load is measured
 
 
@@ -58,7 +62,7 @@ def measure(
     """Measures a service that is already there. Raises BadInput if it does not answer."""
     sizes, work = SIZES[size], work / "serve"
     work.mkdir(parents=True, exist_ok=True)
-    contexts, _ = contexts_and_texts(corpora, sizes.questions, 0)
+    contexts = read_contexts(corpora[0], sizes.questions)
     service = AnyService(
         request_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict
     )
@@ -102,10 +106,27 @@ class AnyService:
         return result.per_s(self.size.seconds / 4, self.size.seconds)
 
     def clients(self) -> list[BenchmarkRow]:
-        """Clients who always ask, one to 64 of them."""
+        """Clients who always ask: p50 for the most of them, with the curve over all `COUNTS`.
+
+        Below saturation the latency should hardly grow. Beyond it twice as many clients wait twice as long:
+        slope 1. A service that loses throughput to its queues has a steeper curve. The first quarter of the
+        time does not count. Refusals (429) are counted and have no part in the latency.
+        """
+        points, detail, end_s = list[list[float]](), dict[str, Any](), self.size.seconds
         with self.running() as url:
-            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
-        return [row]
+            for count in COUNTS:
+                result = clients(f"{url}/rank", self.bodies, count, end_s)
+                settled = result.between(end_s / 4, end_s).successes()
+                points.append([count, settled.ms(50)])
+                for name, value in (
+                    ("answers/s", round(result.per_s(end_s / 4, end_s), 1)),
+                    ("p99, ms", round(settled.ms(99), 1)),
+                    ("statuses", result.statuses()),
+                ):
+                    detail.setdefault(name, []).append(value)
+        detail["curve"] = {"x": "clients", "y": "ms (p50)", "points": points}
+        unit = f"ms (p50) with {COUNTS[-1]} clients"
+        return [BenchmarkRow("serve.by_clients", points[-1][1], unit, detail=detail)]
 
     def load(self) -> list[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
@@ -130,8 +151,8 @@ class AnyService:
             BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
                          detail={
                 "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
-                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
-                "seconds": self.size.steady_s}),
+                "statuses": steady.statuses(),
+                "note": f"{self.size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."}),
             BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
                 ratio=goodput / saturation, detail={
                     "statuses": overload.statuses(),
@@ -139,7 +160,8 @@ class AnyService:
                     "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after}),
+                    "MiB before": memory_before, "MiB after": memory_after,
+                    "note": f"{self.size.overload_s:.0f} s."}),
             BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
                 "requests/s: p50, p99, ms": [
                     [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -10,34 +9,21 @@ from pathlib import Path
 
 import torch
 
+from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import run_job
-from jobs.benchmarks.search import rows
-from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.corpora.schema import example_files
 from pipeline.models.sources import open_encoder
 
 
-def contexts_and_texts(
+def read_questions_and_candidates(
     corpora: Sequence[Artifact], contexts: int, texts: int
 ) -> tuple[list[list[str]], list[str]]:
-    """(so many contexts of the first corpus' last split, so many different texts)"""
-    files = [
-        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
-        for corpus in corpora
-    ]
-    first_contexts = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
-    distinct_texts: dict[str, None] = {}
-    for row in rows([file for part in files for file in part]):
-        distinct_texts |= dict.fromkeys(
-            text for text in (row["response"], *row["context"]) if text.strip()
-        )
-        if len(distinct_texts) >= texts:
-            break
-    turns, rng = list(distinct_texts), random.Random(0)
-    while len(distinct_texts) < texts:  # two turns make one more
-        distinct_texts[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
-    return first_contexts, list(distinct_texts)[:texts]
+    """(at most so many contexts of the first corpus, so many different texts)"""
+    turns, rng = read_texts(corpora, texts), random.Random(0)
+    candidates = dict.fromkeys(turns)
+    while len(candidates) < texts:  # two turns make one more
+        candidates[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
+    return read_contexts(corpora[0], contexts), list(candidates)
 
 
 def embed_texts(model: Artifact, texts: Sequence[str], name: str, work: Path) -> str:

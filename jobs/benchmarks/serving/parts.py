@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.benchmarks.measure import BenchmarkRow, read_rows
-from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks import pictures
+from jobs.benchmarks.measure import BenchmarkRow, read_rows, samples_of
+from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
     SIZES,
@@ -31,10 +32,9 @@ from jobs.benchmarks.serving.any_service import (
     request_bodies,
     require_answers,
 )
-from jobs.benchmarks.serving.in_process import InProcess
-from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
+from jobs.benchmarks.serving.baselines import InProcess, Noop
+from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
-from jobs.benchmarks.serving.noop import Noop
 from jobs.benchmarks.serving.peers import Peer, peers
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
@@ -61,7 +61,7 @@ def measure(
     selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
     require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, texts = contexts_and_texts(corpora, sizes.questions, sizes.candidates)
+    contexts, texts = read_questions_and_candidates(corpora, sizes.questions, sizes.candidates)
     args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
     report_rows = list[BenchmarkRow]()
     with services.session() as port:
@@ -132,7 +132,7 @@ class _OwnService(AnyService):
             "p50 in process without a pause, ms": round(unpaused_ms, 2),
             "p50 of an empty deployment, ms": round(noop_ms, 2),
             "overhead over the empty deployment's": round((service_ms - process_ms) / noop_ms, 2),
-            "requests": len(service_seconds), "candidates": self.size.candidates,
+            "note": f"{self.size.candidates:,} candidates, {len(service_seconds):,} requests.",
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
         return [
@@ -180,12 +180,14 @@ class _OwnService(AnyService):
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
         }
         process_gain = round(process_rate * float(np.mean(alone_s)), 2)
+        size = self.size
+        about = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
         return [
             BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
-                ratio=batched_rate / process_rate, detail=rounds),
+                ratio=batched_rate / process_rate, detail={**rounds, "note": about}),
             BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
                 ratio=batched_rate / unbatched_rate,
-                detail={"in process, 16 together over one by one": process_gain}),
+                detail={"in process, 16 together over one by one": process_gain, "note": about}),
         ]  # fmt: skip
 
     def burst(self) -> list[BenchmarkRow]:
@@ -238,11 +240,11 @@ class _OwnService(AnyService):
         }  # fmt: skip
         with (
             services.ranking(self.port, self.args, **options) as url,
-            services.Watch(lambda: services.replicas(self.args.name), 0.5) as watch,
+            samples_of(lambda: services.replicas(self.args.name), 0.5) as samples,
         ):
             result = self.send_poisson(url, steps)
-        pictures.scaling(result, watch.samples, steps, self.work / "scaling.png")
-        counts = [int(count) for _, count in watch.samples]
+        pictures.scaling(result, samples, steps, self.work / "scaling.png")
+        counts = [int(count) for _, count in samples]
         changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
         lost_count = int(np.count_nonzero(~np.isin(result.status, (200, 429))))
         return [BenchmarkRow("serve.scaling.requests_lost", lost_count, "requests", detail={
@@ -275,8 +277,8 @@ class _OwnService(AnyService):
                 our_rate, peer_rate = (float(np.median(rates[side])) for side in sides)
                 rows.append(BenchmarkRow(f"serve.{task}.vs_{peer.name}", our_rate, "requests/s",
                     peer=peer_rate, ratio=our_rate / peer_rate, detail={
-                        "texts a request": len(text_lists[0]) - (task == "rerank"),
-                        "clients": CLIENTS, "threads of each side": cores}))  # fmt: skip
+                        "note": f"{len(text_lists[0]) - (task == 'rerank')} texts a request, "
+                                f"{CLIENTS} clients, {cores} threads on each side."}))  # fmt: skip
         return rows
 
 

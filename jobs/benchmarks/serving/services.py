@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -129,31 +128,6 @@ def replicas(name: str) -> int:
     """The number of running replicas of an application."""
     deployments = serve.status().applications[name].deployments.values()
     return sum(states.replica_states.get("RUNNING", 0) for states in deployments)
-
-
-class Watch:
-    """Looks every so often, on a thread, as long as the block lasts."""
-
-    def __init__(self, look: Callable[[], float], every_s: float) -> None:
-        self.samples: list[tuple[float, float]] = []
-        """(seconds since the beginning, what was seen)"""
-        self._look, self._every_s = look, every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._over.wait(self._every_s):
-            value = self._look()
-            self.samples.append((time.perf_counter() - self._began, value))
-
-    def __enter__(self) -> Watch:
-        self._began = time.perf_counter()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 def run_together(

@@ -83,6 +83,17 @@ def test_a_long_text_has_the_tokens_of_the_whole(make, pieces, fillers, max_toke
     contexts = tokenizer.contexts([[text], ["ab"], [text * 3]], max_tokens)
     kept = [ids[max(0, len(ids) - max_tokens + 2) :] for ids in whole]
     assert [row[1:-1] for row in contexts] == kept
+    first = (max_tokens - 2) // 4
+    ends = [
+        ids
+        if len(ids) <= max_tokens - 2
+        else ids[:first] + ids[len(ids) - max_tokens + 2 + first :]
+        for ids in whole
+    ]
+    both = tokenizer.candidates([text, "ab", text * 3], max_tokens, keeps="both_ends")
+    assert [row[1:-1] for row in both] == ends
+    both = tokenizer.contexts([[text], ["ab"], [text * 3]], max_tokens, keeps="both_ends")
+    assert [row[1:-1] for row in both] == ends
 
 
 def test_a_prompt_stays_where_a_text_is_truncated(tiny):
@@ -97,6 +108,9 @@ def test_a_prompt_stays_where_a_text_is_truncated(tiny):
     assert [row[1:-1] for row in candidates] == [
         prompt + short_ids, prompt + long_ids[:kept], prompt
     ]  # fmt: skip
+    (both,) = tokenizer.contexts([[long]], 12, "w7 w8 ", "both_ends")
+    first = kept // 4
+    assert both[1:-1] == prompt + long_ids[:first] + long_ids[first - kept :]
     (row,) = tokenizer.contexts([[long]], 3, "w7 w8 ")  # no room for more than one token
     assert row[1:-1] == prompt[:1]
 

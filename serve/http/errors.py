@@ -1,4 +1,4 @@
-"""Every error that a client can get: code, HTTP status and meaning. All have the same format:
+"""The format of every error that a client can get; `serve/refusals.py` lists them:
 
 {"error": {"code": "invalid_request", "message": "context: …", "field": "context"}}
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,42 +16,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
+from serve.refusals import CODES, Refusal
 
 _SHOWN_CHARACTERS = 200  # of a client's input in an error message
-
-
-class Meaning(NamedTuple):
-    """HTTP status and explanation of a code."""
-
-    status: int
-    text: str
-
-
-CODES: Mapping[str, Meaning] = {
-    "invalid_json": Meaning(400, "The body is not JSON."),
-    "unauthorized": Meaning(401, "The bearer token is missing or unknown."),
-    "not_found": Meaning(404, "There is no such route."),
-    "unknown_pool": Meaning(404, "No pool of that name is served."),
-    "no_classifier": Meaning(404, "No classifier of intents is served."),
-    "method_not_allowed": Meaning(405, "The route has other methods; `Allow` names them."),
-    "upload_too_slow": Meaning(408, "The body was not there in time."),
-    "too_large": Meaning(413, "The body is too long."),
-    "unsupported_media_type": Meaning(415, "The body is not said to be JSON."),
-    "invalid_request": Meaning(422, "A field is missing, unknown, or has a value not allowed."),
-    "overloaded": Meaning(429, "Too much is waiting; `Retry-After` says when to come again."),
-    "internal": Meaning(500, "The request failed; the service's log says why."),
-    "not_ready": Meaning(503, "No model can answer yet; `Retry-After` says when to come again."),
-    "shard_missing": Meaning(503, "A part of the pool is out of reach; `Retry-After` says when."),
-    "too_late": Meaning(504, "The request's time was over before its answer was computed."),
-}
-
-FULL = "x-polyrank-full"
-"""Header of a replica's 429 answer, if it has no room for smaller requests either. Its proxies pass on fewer
-requests from then on (`serve/pass_limit.py`), and remove the header."""
-
-REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
-            "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
-"""Codes that every route with a body may return."""
 
 
 class Problem(BaseModel):
@@ -68,30 +35,14 @@ class ErrorResponse(BaseModel):
     error: Problem
 
 
-class Refusal(Exception):
-    """Raised to answer a request with an error."""
-
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        field: str | None = None,
-        retry_after_s: float = 0.0,
-        is_full: bool = False,
-    ) -> None:
-        """`is_full`: for the proxies, see FULL."""
-        super().__init__(message)
-        self.code, self.message, self.field = code, message, field
-        self.retry_after_s, self.is_full = retry_after_s, is_full
-
-    def response(self) -> JSONResponse:
-        """The HTTP answer."""
-        headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
-        if self.is_full:
-            headers[FULL] = "1"
-        if self.code == "unauthorized":
-            headers["www-authenticate"] = "Bearer"
-        return _response(self.code, self.message, self.field, headers)
+def response(refusal: Refusal) -> JSONResponse:
+    """The HTTP answer."""
+    headers = (
+        {"retry-after": str(math.ceil(refusal.retry_after_s))} if refusal.retry_after_s else {}
+    )
+    if refusal.code == "unauthorized":
+        headers["www-authenticate"] = "Bearer"
+    return _response(refusal.code, refusal.message, refusal.field, headers)
 
 
 def _response(
@@ -99,17 +50,6 @@ def _response(
 ) -> JSONResponse:
     problem = {"code": code, "message": message, "field": field}
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
-
-
-def overload_refusal(waiting_s: float, is_full: bool) -> Refusal:
-    """The refusal of a request because too much work is waiting. `is_full`: for smaller requests, too."""
-    message = f"{waiting_s:.1f} s of work are waiting"
-    return Refusal("overloaded", message, None, max(1.0, waiting_s), is_full)
-
-
-def too_late_refusal() -> Refusal:
-    """The refusal of a request whose deadline is over. Clients do not send such a request again."""
-    return Refusal("too_late", "the request's time was over before it was computed")
 
 
 def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
@@ -133,7 +73,7 @@ def install(app: FastAPI) -> None:
 
 async def _refusal(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    return error.response()
+    return response(error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:

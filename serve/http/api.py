@@ -25,20 +25,32 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
-from serve import errors, playground, wire
-from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
-from serve.bearer_tokens import BearerTokens
-from serve.cross_origin import CrossOrigin
+from serve import playground
 from serve.engine import Engine
-from serve.errors import CODES, REFUSALS, Refusal, error_responses
-from serve.fields import FilledText, Integer, Text
-from serve.guard import Guard
-from serve.json_answers import json_answer, json_list
-from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.http import errors, wire
+from serve.http.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
+from serve.http.bearer_tokens import BearerTokens
+from serve.http.errors import error_responses
+from serve.http.fields import FilledText, Integer, Text
+from serve.http.guard import Guard
+from serve.http.json_answers import json_answer, json_list
+from serve.limits import (
+    MAX_CANDIDATES,
+    MAX_POOL_NAME,
+    MAX_REQUESTS,
+    MAX_TOP_K,
+    MAX_TURNS,
+    Limits,
+)
 from serve.masks import RowFilter
+from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
+
+_COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
 
 
 class Strict(BaseModel):
@@ -111,6 +123,12 @@ class RankRequest(Strict):
     @property
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
+
+    def check_limits(self, limits: Limits) -> None:
+        """Raises Refusal if it asks for more than the service allows."""
+        for name in ("candidates", "allow", "deny"):
+            require_at_most(limits, name, len(getattr(self, name) or ()))
+        require_at_most(limits, "top_k", self.top_k, "top_k")
 
     def query(self) -> RankQuery:
         candidates = None
@@ -217,10 +235,13 @@ def create_app(
     close: Callable[[], None] = lambda: None,
     record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
     record_error: Callable[[int], None] = lambda status: None,
+    names: Sequence[str] = (),
+    has_playground: bool = True,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
     the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
-    the status of each error."""
+    the status of each error. `names`: those by which a request may name the model, beside its
+    fingerprint."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -237,15 +258,25 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
+    limits = limits or Limits()
     errors.install(app)
-    playground.install(app)
+    if has_playground:
+        playground.install(app)
     refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
         Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
     )
     app.add_middleware(AnsweredBy, record=record_answer)
+    # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
+    app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     if origins:
-        app.add_middleware(CrossOrigin, origins=origins)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", MODEL],
+        )
 
     def require_service() -> Service:
         if service is None:
@@ -271,10 +302,13 @@ def create_app(
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
+        for each in body if isinstance(body, list) else [body]:
+            each.check_limits(limits)
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             milliseconds = 1000 * (time.monotonic() - began)
             return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
+        require_at_most(limits, "body", len(body), "requests")
         with ranker.batcher.one_request():
             rankings = [
                 asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
@@ -298,6 +332,7 @@ def create_app(
     )
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
+        require_at_most(limits, "texts", len(body.texts))
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
@@ -341,7 +376,7 @@ def create_app(
         """The model, the pools, their versions and settings."""
         return {**require_service().champion.info(), **state()}
 
-    wire.add_routes(app, require_service)
+    wire.add_routes(app, require_service, limits, names)
     return app
 
 

@@ -1,16 +1,20 @@
-"""The peer of a service: the same rankings without HTTP and without Serve."""
+"""What a service is compared with: the same work in a process, and a deployment that does no work."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: FastAPI would look for the question in the query string, and
+# answer 422.
 import time
 from collections.abc import Iterator, Sequence
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from ray import serve
 
 from serve.app import Args
 from serve.engine import Engine, PoolQuery
 
 
 class InProcess:
-    """The work of a ranking without HTTP and without Serve, in a process with as many threads."""
+    """The same rankings without HTTP and without Serve, in a process with as many threads."""
 
     def __init__(self, args: Args, pool: str, top_k: int) -> None:
         """`pool`: the name of one of the pools of `args`."""
@@ -53,3 +57,24 @@ class InProcess:
             for vectors_MD, mask_M in context_vectors
         ]
         engine.searches[self._pool].run(queries)
+
+
+_app = FastAPI()
+
+
+class Question(BaseModel):
+    """The service's own question."""
+
+    context: list[str]
+    pool: str
+    top_k: int
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 1}, max_ongoing_requests=512)
+@serve.ingress(_app)
+class Noop:
+    """Reads a question, and answers with one number of it."""
+
+    @_app.post("/")
+    async def answer(self, question: Question) -> dict[str, int]:
+        return {"top_k": question.top_k}

@@ -7,12 +7,13 @@ Rules for all of them:
 - Results are sorted by the model's scores. Formats that promise scores in [0, 1] get the score's sigmoid. It
   keeps the order but is no probability: the scores of a bi- or poly-encoder are products of vectors, and a
   score above 37 becomes 1.0. `raw_scores` returns the score itself.
-- There is one model, whatever `model` the request names. The header of `answered_by.py` names its
-  fingerprint, and so does the body, where the format has a field for it.
+- There is one model. A request may name it in `model` by its fingerprint or by one of the service's names;
+  another one is refused. The answer names the fingerprint in the header of `answered_by.py`, and in the body
+  where the format has a field for it.
 - Texts are always truncated to the model's maximum, which /info names. `truncate: false` (TEI) is refused.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
-  `model` (all of them), `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`,
-  `priority` (Cohere), `user` (OpenAI), `parameters` (Hugging Face). Fields that would change which parts of
+  `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
+  `parameters` (Hugging Face). Fields that would change which parts of
   the texts are read (`rank_fields`, `truncation_direction`) are refused.
 - Errors have the format of `errors.py`.
 """
@@ -30,12 +31,11 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.answered_by import name_engine
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, error_responses
-from serve.json_answers import json_answer
-from serve.service import Service
-from serve.wire_bodies import (
+from serve.http.answered_by import name_engine
+from serve.http.errors import error_responses
+from serve.http.json_answers import json_answer
+from serve.http.wire_bodies import (
     AnyRerank,
     ApiVersion,
     Document,
@@ -54,16 +54,41 @@ from serve.wire_bodies import (
     TextScore,
     Usage,
 )
+from serve.limits import Limits
+from serve.refusals import REFUSALS, Refusal, require_at_most
+from serve.service import Service
 
 
-def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
-    """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal."""
+def add_routes(
+    app: FastAPI, require_service: Callable[[], Service], limits: Limits, names: Sequence[str] = ()
+) -> None:
+    """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal.
+    `names`: those of the model, beside its fingerprint."""
 
-    @app.post("/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
+    def require_model(name: str | None) -> Service:
+        service = require_service()
+        served = [*names, service.champion.model.fingerprint]
+        if name is not None and name not in served:
+            message = f"model: not served here; there are: {', '.join(served)}"
+            raise Refusal("unknown_model", message, "model")
+        return service
+
+    async def rerank_documents(
+        body: DocumentsRerank, request: Request, version: str
+    ) -> RerankResponse:
+        require_at_most(limits, "documents", len(body.documents))
+        return await _rerank(require_model(body.model), body, request, version)
+
+    @app.post(
+        "/rerank",
+        responses=error_responses(*REFUSALS, "unknown_model"),
+        response_model_exclude_none=True,
+    )
     async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
-            return await _rerank(require_service(), body, request, "1")
+            return await rerank_documents(body, request, "1")
+        require_at_most(limits, "texts", len(body.texts))
         text_scores = await _score(require_service(), body.query, body.texts, request)
         return [
             TextScore(
@@ -76,30 +101,41 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
             for place in text_scores.order
         ]
 
-    @app.post("/v1/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
+    @app.post(
+        "/v1/rerank",
+        responses=error_responses(*REFUSALS, "unknown_model"),
+        response_model_exclude_none=True,
+    )
     async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
-        return await _rerank(require_service(), body, request, "1")
+        return await rerank_documents(body, request, "1")
 
-    @app.post("/v2/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
+    @app.post(
+        "/v2/rerank",
+        responses=error_responses(*REFUSALS, "unknown_model"),
+        response_model_exclude_none=True,
+    )
     async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Version 2 of Cohere's format."""
-        return await _rerank(require_service(), body, request, "2")
+        return await rerank_documents(body, request, "2")
 
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
+        require_at_most(limits, "inputs", len(body.inputs))
         return await _embed(require_service(), body, request)
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
     @app.post(
         "/v1/embeddings",
-        responses=error_responses(*REFUSALS),
+        responses=error_responses(*REFUSALS, "unknown_model"),
         response_model=EmbeddingsResponse,
     )
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
-        text_vectors = await _encode_texts(require_service(), body.input, request, body.dimensions)
+        service = require_model(body.model)
+        require_at_most(limits, "input", len(body.input))
+        text_vectors = await _encode_texts(service, body.input, request, body.dimensions)
 
         def response() -> EmbeddingsResponse:
             vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
@@ -117,23 +153,23 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
 
         return await json_answer(response, text_vectors.vectors_ND.numel())
 
-    def served_model() -> ModelCard:
-        model = require_service().champion.model
+    def card(name: str) -> ModelCard:
+        model = require_model(name or None).champion.model
         created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
-        return ModelCard(id=model.fingerprint, created=int(created))
+        return ModelCard(id=name or model.fingerprint, created=int(created))
 
     @app.get("/models", include_in_schema=False)  # infinity's route
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
-        """The model that is served, in OpenAI's format."""
-        return ModelList(data=[served_model()])
+        """The model that is served, by all its names, in OpenAI's format."""
+        return ModelList(data=[card(name) for name in ("", *names)])
 
-    @app.get("/v1/models/{id}", responses=error_responses("unauthorized", "not_found", "not_ready"))
+    @app.get(
+        "/v1/models/{id}", responses=error_responses("unauthorized", "unknown_model", "not_ready")
+    )
     async def model(id: str) -> ModelCard:
         """The model of this id, in OpenAI's format."""
-        if (served := served_model()).id != id:
-            raise Refusal("not_found", f"model: allowed: {served.id}", "model")
-        return served
+        return card(id)
 
     @app.post(
         "/",
@@ -144,13 +180,14 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, EmbedRequest):
-            return await _embed(require_service(), body, request)
+            return await embed(body, request)
         return await similarity(body, request)
 
     @app.post("/similarity", responses=error_responses(*REFUSALS))
     async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentences = body.inputs
+        require_at_most(limits, "inputs.sentences", len(sentences.sentences))
         text_scores = await _score(
             require_service(), sentences.source_sentence, sentences.sentences, request
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, Tag
 
-from serve.fields import Count, FilledText
+from serve.http.fields import Count, FilledText
 from serve.limits import MAX_CANDIDATES
 
 
@@ -59,7 +59,14 @@ class TextsRerank(BaseModel):
     truncation_direction: Literal["right", "Right"] = "right"
 
 
-class DocumentsRerank(BaseModel):
+class _ForModel(BaseModel):
+    model: str | None = Field(
+        default=None,
+        description="A name or the fingerprint of the served model; null means it, too.",
+    )
+
+
+class DocumentsRerank(_ForModel):
     """A rerank request in the format of Jina, infinity and Cohere."""
 
     query: FilledText
@@ -95,7 +102,7 @@ class EmbedRequest(BaseModel):
     encoding_format: Literal["float"] = "float"
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(_ForModel):
     """An embedding request in OpenAI's format."""
 
     input: Texts

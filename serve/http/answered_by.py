@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-if TYPE_CHECKING:  # a proxy loads this module, and no torch
-    from serve.engine import Engine
+from serve import tracing
+from serve.engine import Engine
 
 MODEL = "x-polyrank-model"
 """Header of an answer: the fingerprint of the model."""
@@ -48,6 +48,7 @@ def name_engine(request: Request, engine: Engine) -> Engine:
     """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
     work = _Work(engine.model.fingerprint, request.scope["route"].path, time.monotonic())
     setattr(request.state, _STATE, work)
+    tracing.tag(model=work.model, request_id=request.state.request_id)
     return engine
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from pipeline.config import BadInput
 
 HASHES = "POLYRANK_TOKENS_SHA256"
-"""Environment variable: hashes of accepted tokens, in hex, separated by commas or white space."""
+"""Environment variable: hashes of accepted tokens, in hex, separated by commas or white space. NAME=HASH
+names the sender in the log."""
 FILE = "POLYRANK_TOKENS_FILE"
 """Environment variable: a local file of such hashes. Without both variables nobody needs a token."""
 
+_NAME = r"[A-Za-z0-9._-]{0,40}"
 _log = logging.getLogger("polyrank.serve")
 
 
@@ -28,41 +30,41 @@ class BearerTokens:
     """
 
     def __init__(self, hashes: Sequence[str] = (), file: Path | None = None) -> None:
-        """Raises BadInput for a file that cannot be used."""
-        self._hashes, self._file = tuple(hashes), file
-        self._hashes_of_file: tuple[str, ...] = ()
+        """Raises BadInput for a hash that is none, and for a file that cannot be used."""
+        self._senders, self._file = _parse(" ".join(hashes), HASHES), file
+        self._senders_of_file: dict[str, str] = {}
         self._version: tuple[int, ...] | None = None
         if file is not None:
             self._version = _version(file)
-            self._hashes_of_file = _read(file)
+            self._senders_of_file = _read(file)
 
     @classmethod
     def of_environment(cls) -> BearerTokens:
         """Raises BadInput for a hash that is none, and for a file that cannot be used."""
         file = os.environ.get(FILE)
-        return cls(_parse(os.environ.get(HASHES, ""), HASHES), Path(file) if file else None)
+        return cls([os.environ.get(HASHES, "")], Path(file) if file else None)
 
     def sender(self, authorization: str) -> str | None:
-        """The sender of a request with this header: the hash of its token. "": nobody needs one. None: the
-        request may not be answered."""
+        """The sender of a request with this header: the name of its token, or 16 digits of its hash. "":
+        nobody needs one. None: the request may not be answered."""
         self._follow_file()
-        hashes = self._hashes + self._hashes_of_file
+        senders = self._senders | self._senders_of_file
         scheme, _, token = authorization.partition(" ")
         token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
         # All are compared, so the time is the same for any token.
-        matches = [hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in hashes]
-        if not hashes:
+        matches = [hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in senders]
+        if not senders:
             return ""
-        return token_hash if scheme.lower() == "bearer" and any(matches) else None
+        return senders[token_hash] if scheme.lower() == "bearer" and any(matches) else None
 
     def _follow_file(self) -> None:
         if self._file is None or (version := _version(self._file)) == self._version:
             return
         self._version = version  # of a wrong file, too: each change has one line in the log
         try:
-            self._hashes_of_file = _read(self._file)
+            self._senders_of_file = _read(self._file)
             _log.warning(
-                "%d tokens are accepted now: %s has changed", len(self._hashes_of_file), FILE
+                "%d tokens are accepted now: %s has changed", len(self._senders_of_file), FILE
             )
         except BadInput as error:
             _log.error("%s; the accepted tokens stay as they were", error)
@@ -77,20 +79,26 @@ def _version(file: Path) -> tuple[int, ...] | None:
     return about.st_mtime_ns, about.st_ino, about.st_size
 
 
-def _read(file: Path) -> tuple[str, ...]:
+def _read(file: Path) -> dict[str, str]:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{FILE}: {file} cannot be read: {error}") from None
-    if not (hashes := _parse(text, FILE)):
+    if not (senders := _parse(text, FILE)):
         raise BadInput(f"{FILE}: {file} has no hash, so nobody would need a token")
-    return hashes
+    return senders
 
 
-def _parse(text: str, name: str) -> tuple[str, ...]:
-    hashes = tuple(text.lower().replace(",", " ").split())
-    if not all(re.fullmatch(r"[0-9a-f]{64}", token_hash) for token_hash in hashes):
-        raise BadInput(
-            f"{name}: allowed: SHA-256 in hex, 64 digits each, separated by commas or lines"
-        )
-    return hashes
+def _parse(text: str, variable: str) -> dict[str, str]:
+    """The sender of each hash: its name, or the first 16 digits."""
+    senders = dict[str, str]()
+    for entry in text.replace(",", " ").split():
+        name, _, token_hash = entry.rpartition("=")
+        token_hash = token_hash.lower()
+        if not (re.fullmatch(r"[0-9a-f]{64}", token_hash) and re.fullmatch(_NAME, name)):
+            raise BadInput(
+                f"{variable}: allowed: SHA-256 in hex, 64 digits each, or NAME=HASH with a name of letters, "
+                "digits, . _ and -, separated by commas or lines"
+            )
+        senders[token_hash] = name or token_hash[:16]
+    return senders

@@ -1,19 +1,11 @@
 """The middleware before every route: request ids, bearer tokens, limits on bodies, deadlines, early refusals.
 
-It runs in each replica. It also runs in Serve's proxies, if their environment says
-
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
-
-A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
-sends a request a second time if the replica died (requests change nothing), but none under which two died.
-After a replica was overloaded it passes on only as many requests at once as there is room for
-(`serve/pass_limit.py`). It gives up if no replica is alive, and rewrites Ray's own errors in our format.
+It runs in each replica, so it is the same behind Serve's proxy, HAProxy, Envoy, or without any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import re
@@ -21,26 +13,20 @@ import threading
 import time
 import uuid
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.config import BadInput
 from serve.batcher import SENDER
-from serve.bearer_tokens import BearerTokens
-from serve.cross_origin import CrossOrigin, origins_of_environment
-from serve.errors import CODES, Refusal, too_late_refusal
-from serve.guard_messages import METHODS_WITH_BODY, AnswerMessages, RequestMessages
+from serve.http import errors
+from serve.http.bearer_tokens import BearerTokens
 from serve.limits import MAX_TIMEOUT_MS, Limits
-from serve.pass_limit import PassLimit
+from serve.refusals import CODES, Refusal, too_late_refusal
 
-PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -53,17 +39,9 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
 _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
-_ATTEMPTS = 2
-_MOST_DEATHS = 2  # of replicas under one request, however often it is sent
-_DEATHS_REMEMBERED_S = 30.0  # longer than clients repeat a request
-_BODY = "polyrank.body"
-"""Key of the ASGI scope in which a proxy sends the body to the replica. Otherwise the replica has to fetch
-the body from the proxy by another remote call."""
-_LARGEST_IN_SCOPE = 65_536  # bytes; Serve still sends the body its own way too
-_SERVES_TIMEOUT = "x-request-timeout-seconds"
-"""Header that tells Serve's proxy when to give up. Otherwise a request waits a minute if no replica lives."""
-_SPARE_S = 1.0  # after the deadline; a living replica has answered by then, with 504 at worst
-_WITHOUT_BODY_S = 5.0  # GET needs no computation, so a living replica answers at once
+_SAVED_S = 10.0  # for which a sender may save up requests
+_MOST_SENDERS = 1000  # without tokens a sender is an address
+_METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
 _NICENESS_STEP = 10
 _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
@@ -89,19 +67,17 @@ class Guard:
         app: ASGIApp,
         limits: Limits | None = None,
         tokens: BearerTokens | None = None,
-        is_proxy: bool = False,
         refusal: Callable[[float], Refusal | None] = lambda deadline: None,
         record_error: Callable[[int], None] = lambda status: None,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
-        `record_error`, for metrics: takes the status of an error that is said here, not passed on by a proxy.
+        `record_error`, for metrics: takes the status of each error.
         """
         self._app, self._limits = app, limits or Limits()
-        self._tokens, self._is_proxy = tokens or BearerTokens(), is_proxy
+        self._tokens = tokens or BearerTokens()
         self._refusal, self._record_error = refusal, record_error
-        self._pass_limit = PassLimit()
         self._held_bytes = 0  # of the bodies of all requests
-        self._deaths: deque[tuple[float, bytes]] = deque()  # (when, digest of the request)
+        self._rates: dict[str, tuple[float, float]] = {}  # of a sender: (requests saved up, when)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,37 +93,34 @@ class Guard:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
-        answer = AnswerMessages(send, request_id, scope["method"], self._is_proxy)
+        sender = ""
+        answer = _Answer(send, request_id, scope["method"] == "HEAD")
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
             sender = self._check_token(scope, headers)
             SENDER.set(sender)
+            if scope["method"] in _METHODS_WITH_BODY:
+                self._check_rate(sender, began)
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
             with self._holding() as hold:
                 body = await self._read_body(scope, headers, receive, hold)
-                path = f"{sender} {scope['path']}"  # one sender's refusals are not another's
-                if body is not None and (early_refusal := self._early_refusal(scope, path)):
-                    await early_refusal.response()(scope, receive, answer)
+                if body is not None and (refusal := self._early_refusal(state["deadline"])):
+                    await errors.response(refusal)(scope, receive, answer)
                 else:
-                    with self._pass_limit.passing(path) as number:
-                        if not await self._pass_on(scope, receive, body, answer):
-                            return
-                        if answer.is_from_full_replica:
-                            self._pass_limit.lower(path, number)
+                    await self._answer(scope, body, receive, answer)
         except Refusal as refusal:
             await _refuse_unread(refusal, receive, answer)
         except _ClientGone:
             return
-        if not answer.is_passed_on:
-            if answer.status >= 400:
-                self._record_error(answer.status)
-            _access.info(
-                "%s %s %s %s %.1f ms", request_id, scope["method"], _logged_path(scope),
-                answer.status, 1000 * (time.monotonic() - began),
-            )  # fmt: skip
+        if answer.status >= 400:
+            self._record_error(answer.status)
+        _access.info(
+            "%s %s %s %s %.1f ms%s", request_id, scope["method"], _logged_path(scope), answer.status,
+            1000 * (time.monotonic() - began), f" {sender}" if sender else "",
+        )  # fmt: skip
 
     def _check_token(self, scope: Scope, headers: Headers) -> str:
         """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
@@ -156,23 +129,31 @@ class Guard:
         if (sender := self._tokens.sender(headers.get("authorization", ""))) is None:
             raise Refusal("unauthorized", CODES["unauthorized"].text)
         address = str((scope.get("client") or ("", 0))[0])
-        if not (sender or self._is_proxy or _is_safe_host(address, headers.get("host", ""))):
+        if not (sender or _is_safe_host(address, headers.get("host", ""))):
             raise Refusal("invalid_request", _WRONG_HOST, "host")
         return sender or address
 
-    def _early_refusal(self, scope: Scope, path: str) -> Refusal | None:
-        """The refusal of a request before it is parsed, or None.
+    def _check_rate(self, sender: str, now: float) -> None:
+        """Counts a request of the sender. Raises Refusal if it is one too many."""
+        if (rate := self._limits.requests_per_s) is None:
+            return
+        most = max(1.0, rate * _SAVED_S)
+        saved, since = self._rates.get(sender, (most, now))
+        saved = min(most, saved + rate * (now - since))
+        if saved < 1:
+            message = f"a sender may ask {rate:g} times a second"
+            raise Refusal("overloaded", message, None, (1 - saved) / rate)
+        self._rates[sender] = saved - 1, now
+        if len(self._rates) > _MOST_SENDERS:  # those that have saved up the most are as new ones
+            self._rates = {
+                name: entry for name, entry in self._rates.items() if now - entry[1] < _SAVED_S
+            }
 
-        A replica refuses what its batcher would refuse, a proxy what goes beyond its `PassLimit`.
-        """
-        deadline = scope["state"]["deadline"]
+    def _early_refusal(self, deadline: float) -> Refusal | None:
+        """The refusal of a request before it is parsed, or None."""
         if deadline <= time.monotonic():
             return too_late_refusal()
-        if refusal := self._refusal(deadline):
-            return refusal
-        if self._pass_limit.is_reached(path):
-            return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
-        return None
+        return self._refusal(deadline)
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -182,56 +163,27 @@ class Guard:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
         return int(timeout_text) / 1000
 
-    async def _pass_on(
-        self, scope: Scope, receive: Receive, body: bytes | None, answer: AnswerMessages
-    ) -> bool:
-        """Passes the request on, and answers for a route that fails. False: the client has left."""
+    async def _answer(
+        self, scope: Scope, body: bytes | None, receive: Receive, answer: _Answer
+    ) -> None:
+        """Lets the route answer, and answers for one that fails."""
+        is_read = body is None
+
+        async def receive_read() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
         try:
-            if self._is_proxy:
-                return await self._ask_replicas(scope, receive, body, answer)
-            await self._app(dict(scope), RequestMessages(body, receive).receive, answer)
+            await self._app(dict(scope), receive_read, answer)
         except Exception:
             if answer.status:  # too late to say so
                 raise
             _log.exception("%s failed", _logged_path(scope))
-            await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
-        return True
-
-    async def _ask_replicas(
-        self, scope: Scope, receive: Receive, body: bytes | None, answer: AnswerMessages
-    ) -> bool:
-        """Passes the request of a proxy on, a second time if its replica died. False: the client has left."""
-        if body is not None and len(body) <= _LARGEST_IN_SCOPE:
-            scope[_BODY] = body
-        headers = MutableHeaders(scope=scope)
-        for _ in range(_ATTEMPTS):
-            if self._deaths and self._deaths_under(body) >= _MOST_DEATHS:
-                message = f"{_MOST_DEATHS} replicas died under this request"
-                await Refusal("internal", message).response()(scope, receive, answer)
-                return True
-            left_s = max(0.0, scope["state"]["deadline"] - time.monotonic())
-            seconds = _WITHOUT_BODY_S if body is None else left_s + _SPARE_S
-            headers[_SERVES_TIMEOUT] = f"{seconds:.3f}"
-            if TIMEOUT in headers:  # a replica counts from when the request reaches it
-                headers[TIMEOUT] = str(max(1, int(1000 * left_s)))
-            request = RequestMessages(body, receive)
-            await self._app(dict(scope), request.receive, answer)
-            if not answer.replica_died:
-                break
-            if request.has_client_left:  # so Ray has cancelled the request: no replica died
-                return False
-            if body is not None and answer.killed_replica:
-                self._deaths.append((time.monotonic(), _digest(body)))
-        await answer.rewrite_rays_error()
-        return True
-
-    def _deaths_under(self, body: bytes | None) -> int:
-        """The number of replicas that died lately under requests with this body."""
-        earliest = time.monotonic() - _DEATHS_REMEMBERED_S
-        while self._deaths and self._deaths[0][0] < earliest:
-            self._deaths.popleft()
-        digest = _digest(body or b"")
-        return sum(digest == other for _, other in self._deaths)
+            refusal = Refusal("internal", CODES["internal"].text)
+            await errors.response(refusal)(scope, receive, answer)
 
     @contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
@@ -258,7 +210,7 @@ class Guard:
         self, scope: Scope, headers: Headers, receive: Receive, hold: Callable[[int], None]
     ) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
-        if scope["method"] not in METHODS_WITH_BODY:
+        if scope["method"] not in _METHODS_WITH_BODY:
             return None
         max_bytes = self._limits.body_bytes
         length = headers.get("content-length", "")
@@ -274,12 +226,7 @@ class Guard:
         if encoding not in ("identity", "gzip"):
             raise Refusal("unsupported_media_type", "content-encoding: allowed: gzip, or none",
                           "content-encoding")  # fmt: skip
-        body = bytearray(scope.pop(_BODY, b""))
-        if len(body) > max_bytes:
-            raise _too_large_refusal(max_bytes)
-        if body:
-            hold(len(body))
-            return self._decoded(bytes(body), encoding)
+        body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
                 has_more = True
@@ -295,39 +242,52 @@ class Guard:
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
-        return self._decoded(bytes(body), encoding)
-
-    def _decoded(self, body: bytes, encoding: str) -> bytes:
-        """The body without its compression. A proxy leaves that to the replica."""
-        if encoding == "identity" or self._is_proxy:
-            return body
-        max_bytes, decoder = self._limits.body_bytes, zlib.decompressobj(wbits=31)
-        try:
-            decoded = decoder.decompress(body, max_bytes + 1)
-        except zlib.error:
-            raise Refusal("invalid_json", "the body is not gzip", None) from None
-        if len(decoded) > max_bytes:
-            raise _too_large_refusal(max_bytes)
-        if not decoder.eof:
-            raise Refusal("invalid_json", "the body's gzip is truncated", None)
-        return decoded
+        return _decoded(bytes(body), encoding, max_bytes)
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()
+class _Answer:
+    """Sends the answer of a request with its id, and without a body for HEAD. `status`: 0 until it begins."""
+
+    def __init__(self, send: Send, request_id: str, is_head: bool) -> None:
+        self._send, self._request_id, self._is_head = send, request_id, is_head
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = int(message["status"])
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        elif message["type"] == "http.response.body" and self._is_head:
+            message = {**message, "body": b""}
+        await self._send(message)
+
+
+def _decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """The body without its compression. Raises Refusal."""
+    if encoding == "identity":
+        return body
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        decoded = decoder.decompress(body, max_bytes + 1)
+    except zlib.error:
+        raise Refusal("invalid_json", "the body is not gzip", None) from None
+    if len(decoded) > max_bytes:
+        raise _too_large_refusal(max_bytes)
+    if not decoder.eof:
+        raise Refusal("invalid_json", "the body's gzip is truncated", None)
+    return decoded
 
 
 def _too_large_refusal(max_bytes: int) -> Refusal:
     return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 
-async def _refuse_unread(refusal: Refusal, receive: Receive, answer: AnswerMessages) -> None:
+async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
     """Refuses at once a request whose body is not read, and closes the connection a moment later.
 
     Until then it reads what still comes: closing over unread bytes resets the connection, and a client
     that is still sending would lose the answer.
     """
-    response = refusal.response()
+    response = errors.response(refusal)
     response.headers["connection"] = "close"
     headers = response.raw_headers
     await answer(
@@ -386,30 +346,9 @@ class _ClientGone(Exception):
 
 
 def log_to_stderr() -> logging.Handler:
-    """Lets a replica or proxy write its log, with the access lines, to where Ray collects what it prints."""
+    """Lets a replica write its log, with the access lines, to where Ray collects what it prints."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     return handler
-
-
-def in_proxy() -> list[Middleware]:
-    """The middleware for Serve's proxies, which import it by the name of this function."""
-    # Not at the top: it imports Ray, which knows this function by its name only.
-    from serve.metrics import count_errors
-
-    log_to_stderr()
-    try:
-        tokens = BearerTokens.of_environment()
-    except BadInput as error:  # replicas check them, too, and do not start
-        _log.error("the proxy checks no tokens: %s", error)
-        tokens = BearerTokens()
-    # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.
-    limits = Limits(timeout_ms=MAX_TIMEOUT_MS)
-    guard = Middleware(
-        Guard, limits=limits, tokens=tokens, is_proxy=True, record_error=count_errors("proxy")
-    )
-    if origins := origins_of_environment():
-        return [guard, Middleware(CrossOrigin, origins=origins)]  # Serve puts the last one first
-    return [guard]

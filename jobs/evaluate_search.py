@@ -1,0 +1,231 @@
+"""Measures search over all documents of a collection, with and without a second stage."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs import embed_pool, program
+from jobs.evaluate import models_by_name
+from pipeline import progress, storage
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import NOT_IDENTITY, require, to_dict
+from pipeline.engine import executors
+from pipeline.engine.resources import HERE, Actors
+from pipeline.evaluation import retrieval
+from pipeline.evaluation.retrieval import DEPTH, METRICS, Collection
+from pipeline.evaluation.significance import mean_interval
+from pipeline.models.precision import Precision
+from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.gate import GateConfig
+from pipeline.registry import model_uri
+
+if TYPE_CHECKING:
+    from pipeline.ranking.ranker import Ranker
+
+Search = Callable[[str], list[str]]
+"""A query to the ids of the best documents, best first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Searches a collection in BEIR's format and prints nDCG@10, MAP, recall, MRR, R@1 and milliseconds.
+
+    A query may have several right documents, with grades. Each model embeds all documents into a pool, which
+    is searched exactly. The next run with the same --work embeds only what is new.
+    """
+
+    model: tuple[str, ...]
+    """Rankers (of jobs.finetune or jobs.convert_model): bi or poly. Each is a row of the table."""
+    data: str
+    """A folder with corpus.jsonl, queries.jsonl and qrels/."""
+    split: str = "test"
+    """The file of qrels/ without .tsv."""
+    work: str = field(metadata=NOT_IDENTITY)
+    """Folder for the pools."""
+    second_stage: tuple[str, ...] = ()
+    """Cross-encoders. Each orders the best documents of each model anew, in a further row."""
+    second_stage_documents: int = 50
+    """Number of documents that they read for a query."""
+    baseline: bool = True
+    """A row for BM25."""
+    max_queries: int = 10_000
+    """Ask at most this many queries, the first of the file."""
+    precision: Precision = "auto"
+    """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
+    json: str = field(default="", metadata=NOT_IDENTITY)
+    """Write the table to this file too."""
+    resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
+    """The hardware that documents are embedded on; by default this process alone, without a cluster."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "model", self.model, "one ranker at least")
+        require(self.second_stage_documents >= 1, "second_stage_documents",
+                self.second_stage_documents, ">= 1")  # fmt: skip
+        require(self.max_queries >= 1, "max_queries", self.max_queries, ">= 1")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to search, and how well it did."""
+
+    name: str
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    """95 % intervals."""
+    milliseconds: float
+    """Median of a query, one at a time."""
+
+
+def run(config: Config) -> program.Summary:
+    """A row for each model, each pair with a second stage, and BM25; an MLflow run for each model."""
+    models = models_by_name([open_artifact(model_uri(uri), "ranker") for uri in config.model])
+    stages = models_by_name(
+        [open_artifact(model_uri(uri), "ranker") for uri in config.second_stage]
+    )
+    for _, settings in models.values():
+        settings.require_vectors()
+    for _, settings in stages.values():
+        settings.require_pairs()
+    collection = retrieval.read_beir(config.data, config.split).first(config.max_queries)
+
+    from pipeline import Ranker, tracking
+
+    tracking.connect()  # refuses a server that is away before the work
+    second_stages = {
+        name: Ranker.load(model.uri, config.precision) for name, (model, _) in stages.items()
+    }
+    rows = [_measure("bm25", _bm25(collection), collection)] if config.baseline else []
+    for name, (model, _) in models.items():
+        search = _pool_search(model, collection, config)
+        own_rows = [_measure(name, search, collection)]
+        for stage_name, stage in second_stages.items():
+            reranked = _reranked(search, stage, collection, config.second_stage_documents)
+            own_rows.append(_measure(f"{name} + {stage_name}", reranked, collection))
+        rows += own_rows
+        with tracking.start_search_evaluation(model, to_dict(config)) as tracked:
+            numbers = {
+                metric if row.name == name else f"{row.name}/{metric}": value
+                for row in own_rows
+                for metric, value in {**row.metrics, "ms": row.milliseconds}.items()
+            }
+            tracked.log(numbers, wait=True)
+    summary: program.Summary = {
+        "data": config.data,
+        "split": config.split,
+        "documents": len(collection.documents),
+        "queries": len(collection.queries),
+        "left_out": dict(collection.left_out),
+        "models": {model.uri: model.fingerprint for model, _ in (models | stages).values()},
+        "table": {row.name: asdict(row) for row in rows},
+    }
+    print(_markdown(rows, collection, config))
+    if config.json:
+        storage.write_bytes(config.json, json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def _measure(name: str, search: Search, collection: Collection) -> Row:
+    found, seconds = dict[str, list[str]](), list[float]()
+    search(next(iter(collection.queries.values())))  # maps pages and allocates
+    with progress.bar(name, len(collection.queries), unit="query") as bar:
+        for query, text in collection.queries.items():
+            began = time.perf_counter()
+            ids = search(text)
+            seconds.append(time.perf_counter() - began)
+            found[query] = [document for document in ids if document != query]  # as BEIR has it
+            bar.update()
+    values = retrieval.metrics(found, collection.grades)
+    return Row(
+        name,
+        {metric: float(values_N.mean()) for metric, values_N in values.items()},
+        {metric: mean_interval(values_N) for metric, values_N in values.items()},
+        round(1e3 * statistics.median(seconds), 2),
+    )
+
+
+def _pool_search(model: Artifact, collection: Collection, config: Config) -> Search:
+    """Embeds the documents into a pool, or finds it, and searches it."""
+    from pipeline import Pool, Ranker
+
+    table = pa.table(
+        {"id": list(collection.documents), "text": list(collection.documents.values())}
+    )
+    file = storage.join(config.work, "documents.parquet")
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    storage.write_bytes(file, sink.getvalue())
+    embed = embed_pool.Config(
+        model=model.uri,
+        candidates=(file,),
+        pools=config.work,
+        name=f"by-{model.fingerprint[:12]}",
+        embed=EmbedConfig(precision=config.precision),
+        gate=GateConfig(max_removed_share=1.0),
+        resources=config.resources,
+    )
+    with executors.in_this_process() if config.resources == HERE else nullcontext():
+        pool = Pool.open(embed_pool.run(embed)["output"])
+    ranker = Ranker.load(model.uri, config.precision)
+
+    def search(query: str) -> list[str]:
+        return [result.id for result in pool.search(ranker, query, top_k=DEPTH + 1)]
+
+    return search
+
+
+def _reranked(search: Search, stage: Ranker, collection: Collection, count: int) -> Search:
+    """The first `count` documents in the order of a cross-encoder, and then the others."""
+
+    def search_again(query: str) -> list[str]:
+        found = search(query)
+        texts = [collection.documents[document] for document in found[:count]]
+        ranked = stage.rank(query, texts, top_k=count)
+        return [found[result.index] for result in ranked] + found[count:]
+
+    return search_again
+
+
+def _bm25(collection: Collection) -> Search:
+    from pipeline.evaluation.baselines import BM25
+
+    texts, ids = list(collection.documents.values()), list(collection.documents)
+    scores_of = BM25.fit(texts).scorer(texts)
+
+    def search(query: str) -> list[str]:
+        scores_T = scores_of(query)
+        best = np.argsort(-scores_T, kind="stable")[: DEPTH + 1]
+        return [ids[place] for place in best.tolist() if scores_T[place] > 0]
+
+    return search
+
+
+def _markdown(rows: Sequence[Row], collection: Collection, config: Config) -> str:
+    first, *others = METRICS
+    header = ["search", first, f"95 % of {first}", *others, "ms"]
+    lines = [header, ["---", *("---:" for _ in header[1:])]]
+    for row in rows:
+        low, high = row.intervals[first]
+        numbers = [f"{row.metrics[metric]:.3f}" for metric in others]
+        lines.append([row.name, f"{row.metrics[first]:.3f}", f"{low:.3f} to {high:.3f}", *numbers,
+                      f"{row.milliseconds:g}"])  # fmt: skip
+    notes = [
+        f"{len(collection.queries):,} queries of {config.split}, {len(collection.documents):,} documents",
+        *(f"left out: {count:,} {reason}" for reason, count in collection.left_out.items()),
+    ]
+    if config.second_stage:
+        notes.append(f"a second stage orders the first {config.second_stage_documents} documents")
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *notes])
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "evaluate_search")
