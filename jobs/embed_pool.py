@@ -40,6 +40,7 @@ from pipeline.pools.lock import Lock, locked
 from pipeline.pools.pool import KIND, current_uri
 from pipeline.pools.versions import Version
 
+_FILES = ("candidates", "order")  # the inputs that say which files are read
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
 
 
@@ -283,18 +284,19 @@ def _is_same(config: Config, job: _Job, plan_record: PlanRecord, previous: Versi
 
     The rows that its model has set aside would be set aside again.
     """
-    # Which files the rows are in does not matter, nor in which order: they are compared themselves.
-    of_files = ("candidates", "order")
-    previous_inputs = {
-        **{name: value for name, value in job.made_from.references.items() if name not in of_files},
-        **{n: v for n, v in previous.artifact.manifest["inputs"].items() if n in of_files},
-    }
-    request = request_of(KIND, config, previous_inputs)
-    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
     plan = plan_record.plan
-    no_more_rows = plan.new_rows in (RowSet(), previous.set_aside)
-    same_rows = replace(plan.changes, new=0).none and no_more_rows
-    return same_numbers and same_rows and request == previous.artifact.manifest["request"]
+    no_new_rows = plan.new_rows in (RowSet(), previous.set_aside)
+    same_rows = no_new_rows and replace(plan.changes, new=0).none
+    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
+    # The rows themselves are compared, so it does not matter which files they are in, nor in which order.
+    references = job.made_from.references
+    earlier = previous.artifact.manifest["inputs"]
+    inputs = {
+        **{name: value for name, value in references.items() if name not in _FILES},
+        **{name: value for name, value in earlier.items() if name in _FILES},
+    }
+    same_request = request_of(KIND, config, inputs) == previous.artifact.manifest["request"]
+    return same_rows and same_numbers and same_request
 
 
 def _embed(

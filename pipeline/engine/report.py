@@ -114,7 +114,7 @@ def collect_stages() -> Iterator[list[Stage]]:
         _stages.reset(token)
 
 
-def report(stage: Stage) -> None:
+def end_stage(stage: Stage) -> None:
     """Says what a person should know of a stage that has ended, and keeps it for MLflow."""
     for task, hosts in stage.crashed_hosts_by_task.items():
         host_names = ", ".join(hosts)

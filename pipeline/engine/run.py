@@ -144,7 +144,7 @@ def _run_missing(
             finished = draft.finished_tasks()
     records = finished.records((name for name in tasks if name in finished), kind)
     cost_by_task = {name: record.cost for name, record in records.items()}
-    report.report(report.Stage(label, cost_by_task, failed, crashed_hosts_by_task))
+    report.end_stage(report.Stage(label, cost_by_task, failed, crashed_hosts_by_task))
     if failed:
         raise Stopped(describe(failed, tasks, label))
     return [records[name] for name in tasks]

@@ -106,53 +106,39 @@ def prepare(
     texts are redacted.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
-    canaries_before: Canaries | None = (
-        previous.artifact.manifest.get("canaries") if previous else None
-    )
+    canaries_before = previous.artifact.manifest.get("canaries") if previous else None
     contexts = _canaries(gate, canaries_before)
-    gate_inputs = GateInputs(
-        previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
-    )
-    finished = draft.finished_tasks()
-    earlier = finished.record(PLAN, PlanRecord) if PLAN in finished else None
-    if earlier and (earlier.asked, earlier.numerics) == (gate_inputs, NUMERICS):
+    previous_uri = previous.artifact.uri if previous else ""
+    gate_inputs = GateInputs(previous_uri, contexts, gate.canary_texts, gate.top_k)
+    earlier = _earlier_plan(draft, gate_inputs, precision)
+    if earlier and earlier.asked == gate_inputs:
         return earlier
-    if earlier and (earlier.numerics, earlier.precision) == (NUMERICS, precision):
-        print(f"{draft.uri}: planned anew, as CURRENT or the gate's canaries have changed since then; "
-              "finished shards stay", flush=True)  # fmt: skip
-    elif any(task.startswith(SHARD_PREFIX) for task in finished):
-        # Without a plan they are what a removal that was killed has left, and may be of other numbers.
-        print(f"{draft.uri}: begun anew, as the precision or polyrank have changed since it was planned",
-              flush=True)  # fmt: skip
-        draft.forget_tasks()
     began = time.perf_counter()
-    part_records = candidates.stage(
+    staged = candidates.stage(
         draft, files, config.columns, config.max_text_bytes, reading, privacy, config
     )
-    dropped = sum_counts(record.dropped for record in part_records)
-    parts = [part for record in part_records for part in record.parts]
+    dropped = sum_counts(record.dropped for record in staged)
+    parts = [part for record in staged for part in record.parts]
+    if not parts and not dropped:
+        storage.delete(draft.staging)
+        raise BadInput("--candidates: no text to embed (no rows)")
     if not parts:
-        if not dropped:
-            storage.delete(draft.staging)
-            raise BadInput("--candidates: no text to embed (no rows)")
         raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
-    raw.check_share(draft, part_records, reading)
-    keys_before = sorted(
-        {
-            key
-            for answers in (canaries_before["answers"] if canaries_before else ())
-            for key in answers
-        }
-    )
-    texts = gate.canary_texts if contexts is None else 0
+    raw.check_share(draft, staged, reading)
     copies = bool(previous and source and previous.name == source.name)
+    other_source = None if copies else source
     rows = PlanInput(
         candidates=parts,
         before=files_of_rows(previous.artifact) if previous else (),
-        source=files_of_rows(source.artifact) if source and not copies else (),
+        source=files_of_rows(other_source.artifact) if other_source else (),
         same_columns=previous is None or previous.filter_columns == config.filter_columns,
     )
-    plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
+    answers_before = canaries_before["answers"] if canaries_before else []
+    query = TextQuery(
+        texts=gate.canary_texts if contexts is None else 0,
+        hashes=sorted({key for answers in answers_before for key in answers}),
+    )
+    plan = make(draft, rows, config.rows_per_shard, query)
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
@@ -165,13 +151,13 @@ def prepare(
         plan=plan,
         asked=gate_inputs,
         copies=copies,
-        source=source.artifact.uri if source and not copies else "",
+        source=other_source.artifact.uri if other_source else "",
         precision=precision,
         canary_file=gate.canaries,
         canaries=contexts,
         canaries_before=canaries_before,
-        counts=sum_counts(record.counts for record in part_records),
-        malformed=sum_counts(record.malformed for record in part_records),
+        counts=sum_counts(record.counts for record in staged),
+        malformed=sum_counts(record.malformed for record in staged),
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
@@ -179,6 +165,25 @@ def prepare(
     )
     draft.mark(PLAN, record)
     return record
+
+
+def _earlier_plan(draft: Draft, gate_inputs: GateInputs, precision: Resolved) -> PlanRecord | None:
+    """The plan of a build that is resumed, whose finished shards stay; None where all begins anew."""
+    finished = draft.finished_tasks()
+    earlier = finished.record(PLAN, PlanRecord) if PLAN in finished else None
+    if earlier and earlier.numerics == NUMERICS:
+        if earlier.asked == gate_inputs:
+            return earlier
+        if earlier.precision == precision:
+            print(f"{draft.uri}: planned anew, as CURRENT or the gate's canaries have changed since then; "
+                  "finished shards stay", flush=True)  # fmt: skip
+            return earlier
+    if any(task.startswith(SHARD_PREFIX) for task in finished):
+        # Without a plan they are what a removal that was killed has left, and may be of other numbers.
+        print(f"{draft.uri}: begun anew, as the precision or polyrank have changed since it was planned",
+              flush=True)  # fmt: skip
+        draft.forget_tasks()
+    return None
 
 
 def embed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -113,10 +113,9 @@ def files_of_rows(pool: Artifact) -> list[tuple[str, int]]:
 def rows_of(pools: str, name: str, version: str) -> int:
     """The number of candidates of a version; 0 if it does not exist or its manifest cannot be read."""
     try:
-        artifact = read_artifact(storage.join(pools, name, version), KIND)
+        return _candidates(read_artifact(storage.join(pools, name, version), KIND))
     except BadInput:
         return 0
-    return artifact.counts.get("candidates", 0)
 
 
 def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Resolved) -> bool:
@@ -137,10 +136,7 @@ def newest_with_vectors_of(
 
     Only who holds the pool's lock knows that it stays.
     """
-    artifacts = sorted(
-        read_versions(pools, name), key=lambda artifact: artifact.manifest["created_at"]
-    )
-    for version in map(Version, reversed(artifacts)):
+    for version in map(Version, sorted(read_versions(pools, name), key=_created_at, reverse=True)):
         if has_vectors_of(version, model, config, precision):
             try:
                 return Version(open_artifact(version.artifact.uri, KIND))
@@ -226,47 +222,57 @@ def remove_old(
     plan has embedded nothing, and goes.
     Only who holds the pool's lock may call it.
     """
-    versions: dict[str, float] = {}
-    rows: dict[str, int] = {}
-    for artifact in read_versions(pools, name):
-        folder = storage.name_of(artifact.uri)
-        created = artifact.manifest["created_at"]
-        versions[folder] = datetime.fromisoformat(created).timestamp()
-        rows[folder] = artifact.counts.get("candidates", 0)
-    newest = sorted(versions, key=lambda version: versions[version], reverse=True)
-
-    def is_outlived(draft: str) -> bool:
-        planned_at = read_mark(draft, PLAN).get("planned_at", 0.0)
-        newer_count = sum(created >= planned_at for created in versions.values())
-        return not planned_at or newer_count >= max(keep, 1)
-
-    # What was killed while it was removed has no request any more: no job goes on with it.
-    leftovers = [
-        uri
+    newest = sorted(read_versions(pools, name), key=_created_at, reverse=True)
+    removed = [
+        storage.name_of(uri)
         for uri in _drafts(pools, name)
-        if not read_request(uri) or (unfinished and is_outlived(uri))
+        # What was killed while it was removed has no request any more: no job goes on with it.
+        if not read_request(uri) or (unfinished and _is_outlived(uri, newest, keep))
     ]
-    removed = [storage.name_of(uri) for uri in leftovers]
-    kept_larger = []
     # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
     with current_locked(pools, name):
         storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
         protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
         removable = [
             version
-            for version in (newest[keep:] if keep else ())
-            if version not in protected
-            and time.time() - versions[version] >= keep_days * _DAY_S
-            and not is_leased(pools, name, version)
+            for version in (newest[keep:] if keep else [])
+            if storage.name_of(version.uri) not in protected
+            and time.time() - _created_at(version) >= keep_days * _DAY_S
+            and not is_leased(pools, name, storage.name_of(version.uri))
         ]
-        largest = max((rows[version] for version in newest if version not in removable), default=0)
-        for version in removable:  # the newest first
-            if largest < rows[version] * (1 - max_removed_share):
-                kept_larger.append((version, rows[version]))
-                largest = rows[version]
-            else:
-                removed.append(version)
-                storage.delete(storage.join(pools, name, version, MANIFEST))  # no version any more
+        kept_larger = _much_larger(newest, removable, max_removed_share)
+        for version in removable:
+            if version not in kept_larger:
+                removed.append(storage.name_of(version.uri))
+                storage.delete(storage.join(version.uri, MANIFEST))  # no version any more
     for folder in removed:
         storage.delete(storage.join(pools, name, folder))
-    return Removal(removed, kept_larger)
+    return Removal(removed, [(storage.name_of(v.uri), _candidates(v)) for v in kept_larger])
+
+
+def _created_at(version: Artifact) -> float:
+    return datetime.fromisoformat(version.manifest["created_at"]).timestamp()
+
+
+def _candidates(version: Artifact) -> int:
+    return version.counts.get("candidates", 0)
+
+
+def _is_outlived(draft: str, versions: Sequence[Artifact], keep: int) -> bool:
+    """Whether a killed build has no plan, or as many versions are newer as are kept."""
+    planned_at = read_mark(draft, PLAN).get("planned_at", 0.0)
+    newer_count = sum(_created_at(version) >= planned_at for version in versions)
+    return not planned_at or newer_count >= max(keep, 1)
+
+
+def _much_larger(
+    versions: Sequence[Artifact], removable: Sequence[Artifact], max_removed_share: float
+) -> list[Artifact]:
+    """The removable versions, newest first, that are much larger than all that stay."""
+    kept: list[Artifact] = []
+    largest = max((_candidates(v) for v in versions if v not in removable), default=0)
+    for version in removable:
+        if largest < _candidates(version) * (1 - max_removed_share):
+            kept.append(version)
+            largest = _candidates(version)
+    return kept

@@ -173,17 +173,13 @@ def _columns(
     for vectors_MK, (centres_GK, centre_of_M) in zip(contexts, clusterings, strict=True):
         matrix_GK, scale = _low_precision(centres_GK, dtype)
         rounded_GK = matrix_GK.double().numpy() * scale
-        radius = float(np.linalg.norm(vectors_MK - rounded_GK[centre_of_M], axis=1).max())
-        size = float(np.linalg.norm(rounded_GK, axis=1).max())
-        if not max(1.0, size + radius) * max(1.0, longest) < LARGE:
-            radius = float("inf")
-        width = vectors_MK.shape[1]
-        addition_error = 0.0 if dtype == "int8" else 2 * width * FLOAT32
-        error = rounding_error + addition_error + _SAFETY
+        weight, floor = _weight_and_floor(
+            vectors_MK, rounded_GK, centre_of_M, longest, dtype, rounding_error
+        )
         parts.append(matrix_GK[torch.arange(centre_count) % len(matrix_GK)])
         scales.append(scale)
-        weights.append([(radius + size * error + TINY * width**0.5) * (1 + _SAFETY)])
-        floors.append(TINY * (width**0.5 * size + 2 * width) * (1 + _SAFETY))
+        weights.append([weight])
+        floors.append(floor)
     # Not `contiguous`, which leaves the strides of a K of 1 as they are, and int8 products take as said.
     matrix_KC = (
         torch.stack(parts, dim=1).flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
@@ -191,6 +187,29 @@ def _columns(
     return Columns(
         matrix_KC, len(contexts), torch.tensor(scales), torch.tensor(weights), torch.tensor(floors)
     )
+
+
+def _weight_and_floor(
+    vectors_MK: Floats,
+    centres_GK: Floats,
+    centre_of_M: Ints,
+    longest: float,
+    dtype: str,
+    rounding_error: float,
+) -> tuple[float, float]:
+    """What is added to a row's highest product with the centres of a context: (times its length, in any case)
+
+    The terms are those of the table at the top of this module.
+    """
+    width = vectors_MK.shape[1]
+    radius = float(np.linalg.norm(vectors_MK - centres_GK[centre_of_M], axis=1).max())
+    size = float(np.linalg.norm(centres_GK, axis=1).max())
+    if not max(1.0, size + radius) * max(1.0, longest) < LARGE:
+        radius = float("inf")
+    addition_error = 0.0 if dtype == "int8" else 2 * width * FLOAT32
+    error = rounding_error + addition_error + _SAFETY
+    weight = (radius + size * error + TINY * width**0.5) * (1 + _SAFETY)
+    return weight, TINY * (width**0.5 * size + 2 * width) * (1 + _SAFETY)
 
 
 def _low_precision(centres_GK: Floats, dtype: str) -> tuple[Tensor, float]:

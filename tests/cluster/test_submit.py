@@ -129,7 +129,7 @@ def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
     command = ("embed_pool", "--config", "more.yaml", "--pools=s3://lake/pools",
                "--model", "s3://lake/ranker", "--candidates", "s3://lake/articles.csv")  # fmt: skip
     sent = submit._pack(submit.Config(command=command)).files
-    assert {"more.yaml", "jobs/embed_pool.py", "pipeline/storage/__init__.py", "serve/openapi.json"} <= set(
+    assert {"more.yaml", "jobs/embed_pool.py", "pipeline/artifact.py", "serve/openapi.json"} <= set(
         sent
     )
     assert {path.partition("/")[0] for path in sent} == {"more.yaml", "jobs", "pipeline", "serve"}

@@ -121,7 +121,7 @@ def read_dumps(
     names = sorted(task for task in finished if task.startswith("block"))
     blocks = finished.records(names, TaskRecord)
     cost_by_task = {task: record.cost for task, record in blocks.items()}
-    report.report(report.Stage(_LABEL, cost_by_task, failed, crashed_hosts_by_task))
+    report.end_stage(report.Stage(_LABEL, cost_by_task, failed, crashed_hosts_by_task))
     if failed:
         raise Stopped(describe(failed, inputs, _LABEL))
     dumps = [f"file-{index:05d}" for index in range(len(files))]

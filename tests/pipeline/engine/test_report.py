@@ -54,9 +54,9 @@ def test_the_end_of_a_stage_is_told_and_kept(monkeypatch, capsys):
     monkeypatch.setenv(progress.VARIABLE, "json")
     stage = Stage("embed", costs_of(5, 6, 5, 40), {"t9": "full"}, {"t1": ["h7"]})
     with report.collect_stages() as stages:
-        report.report(stage)
+        report.end_stage(stage)
     assert stages == [stage]
-    report.report(stage)  # where nothing is collected
+    report.end_stage(stage)  # where nothing is collected
     text = capsys.readouterr().err
     assert "embed: t1 was started again: its process died on h7" in text
     assert "embed: straggler t3: 40 s on h3, median 6 s" in text
