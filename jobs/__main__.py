@@ -16,6 +16,8 @@ from jobs import program
 from jobs.program import main as run_job
 
 VERBS = (
+    # from a table to a service
+    "faq",
     # corpora
     "generate_dump", "prepare_corpus", "inspect", "clean_corpus",
     # models
@@ -26,7 +28,7 @@ VERBS = (
     # clusters, and everything at once
     "submit", "workflow", "benchmark", "demo", "cluster_demo",
 )  # fmt: skip
-"""In the order of the path from raw files to a service."""
+"""The whole path first, then its verbs in their order."""
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from jobs import program
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import NOT_IDENTITY, require
 from pipeline.engine.draft import draft
-from pipeline.models.sources import open_external
+from pipeline.models.sources import open_encoder, open_external
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config:
     """
 
     model: str
-    """The model to read."""
+    """The model to read; of sentence-transformers also a hub id."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the new model."""
     to: Literal["polyrank", "sentence-transformers", "onnx"] = "polyrank"
@@ -91,9 +91,8 @@ def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "ranker", "sentence-transformers")
         return artifact.local(), artifact
-    if not storage.is_folder(uri):
-        raise BadInput(f"--model {uri}: no such folder")
-    source, reference = open_external(uri)
+    is_folder = storage.is_folder(uri)
+    source, reference = open_external(uri) if is_folder else open_encoder(uri, "--model")
     return source.local(), reference
 
 

@@ -13,6 +13,7 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, require
+from pipeline.corpora.formats import pairs
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft, request_of
@@ -97,7 +98,9 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    job = _resolve(config)
+    made_from = resolve_inputs(config.model, config.candidates, config.embed, config.redact)
+    config = _with_text_column(config, made_from.files)
+    job = _named(config, made_from)
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         # A job that was killed after it made this version may have left old ones, and its lock.
@@ -142,9 +145,19 @@ class _Job:
     uri: str
 
 
-def _resolve(config: Config) -> _Job:
-    """Raises BadInput for inputs that are missing or do not fit."""
-    made_from = resolve_inputs(config.model, config.candidates, config.embed, config.redact)
+def _with_text_column(config: Config, files: list[str]) -> Config:
+    """Where the first file lacks the default column, its only one with a usual name, such as answer."""
+    if config.embed.text_column != EmbedConfig.text_column:
+        return config
+    column = pairs.text_column(files, config.embed, config.reading)
+    if column and column != config.embed.text_column:
+        print(f"texts are the column {column!r}; --embed.text-column names another", file=sys.stderr,
+              flush=True)  # fmt: skip
+        return replace(config, embed=replace(config.embed, text_column=column))
+    return config
+
+
+def _named(config: Config, made_from: PoolInputs) -> _Job:
     version = f"v-{request_of(KIND, config, made_from.references)[:12]}"
     return _Job(made_from, version, storage.join(config.pools, config.name, version))
 

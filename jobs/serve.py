@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import time
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pipeline.config import BadInput, require
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Serves a ranker and its pools over HTTP on this machine, until Ctrl-C.
+    """Serves a ranker and its pools over HTTP on this machine, until Ctrl-C or SIGTERM.
 
     What cannot be served is refused in one line, before Ray starts. On a cluster: jobs.deploy with
     serve/config.cluster.yaml.
@@ -27,9 +28,9 @@ class Config:
     """Pools that this model embedded: <pools>/<name> each."""
     port: int = 8000
     """Port of the service."""
-    host: str = "127.0.0.1"
-    """The address that the service listens on. With 0.0.0.0, all addresses of this machine, everybody may
-    ask unless tokens are set (serve/README.md)."""
+    host: str = os.environ.get("POLYRANK_HOST", "127.0.0.1")
+    """The address that the service listens on; the default is POLYRANK_HOST, if that is set. With 0.0.0.0,
+    all addresses of this machine, everybody may ask unless tokens are set (serve/README.md)."""
     arguments: tuple[str, ...] = ()
     """More arguments of `serve.app:build`, name=value, such as precision=fp32 or second_stage=CROSS."""
 
@@ -41,6 +42,8 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
+    # As Ctrl-C, also for process 1 of a container, which SIGTERM would not end otherwise.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def say(what: str) -> None:
         print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)
@@ -56,10 +59,11 @@ def run(config: Config) -> program.Summary:
 
     from ray import serve
 
-    url = f"http://{config.host}:{config.port}"
+    url = f"http://{config.host.replace('0.0.0.0', '127.0.0.1')}:{config.port}"
     say("starts Ray")
     with cluster.session():
         with suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
             say("starts the proxy")
             serve.start(http_options={"host": config.host, "port": config.port})
             say("starts a replica, which loads the model and opens the pools")

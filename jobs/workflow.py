@@ -50,6 +50,8 @@ class Config:
     """Values of the workflow's variables: NAME=VALUE."""
     start_at: str = ""
     """Skip the steps before this one."""
+    skip: tuple[str, ...] = ()
+    """Skip these steps, too."""
     dry_run: bool = False
     """Check all commands and print them; run the `--dry-run` of each job whose input exists already."""
 
@@ -90,11 +92,15 @@ def run(config: Config) -> program.Summary:
     steps = read_steps(config.file, config.set)
     names = [step.name for step in steps]
     require(config.start_at in ("", *names), "start_at", config.start_at, ", ".join(names))
-    skipped = names[: names.index(config.start_at)] if config.start_at else []
+    for name in config.skip:
+        require(name in names, "skip", name, ", ".join(names))
+    start = names.index(config.start_at) if config.start_at else 0
+    skipped = [name for at, name in enumerate(names) if at < start or name in config.skip]
     for step in steps:
         check(step)
-    for step in steps[len(skipped) :]:
-        _check_environment(step)
+    for step in steps:
+        if step.name not in skipped:
+            _check_environment(step)
     summaries: list[dict[str, Any]] = []
     for number, step in enumerate(steps, 1):
         if step.name in skipped:

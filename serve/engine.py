@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import storage
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
@@ -212,10 +213,11 @@ class Engine:
         return [f"text number {number}" for number in range(_CANARIES)]
 
     def info(self) -> dict[str, Any]:
-        """The description for /info. It contains no paths."""
+        """The description for /info. Of a path it contains the last name."""
         config = self.ranker.config
         return {
             "model": {
+                "name": storage.name_of(self.model.uri),
                 "fingerprint": self.model.fingerprint,
                 "architecture": config.architecture,
                 "created_at": self.model.manifest["created_at"],

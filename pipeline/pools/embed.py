@@ -48,7 +48,8 @@ class EmbedConfig(tables.TableFormat):
 
     GROUP = "embed"
     text_column: str = "text"
-    """Column with the candidate's text."""
+    """Column with the candidate's text. Where the first file has no `text`, its only column that is called
+    answer, response, positive, reply, completion, output or passage."""
     id_column: str = "id"
     """Column with the candidate's id, text or integer; empty: a hash of the text and of its filter
     columns is the id."""

@@ -14,6 +14,7 @@ export class Column {
   #answer = null;
   #selected = null; // key of the result whose explanation is open
   #items = new Map();
+  #pagePool = null; // the pool that the page chose last
   #canReply;
   #onReply;
   #onInfo;
@@ -27,13 +28,15 @@ export class Column {
     this.#onInfo = onInfo;
     this.kind = element("span", { class: "kind" });
     this.about = element("p", { class: "about" });
+    this.pools = element("select", { class: "pools", "aria-label": `Pool of ${service.name}`, hidden: "",
+      onchange: () => this.ask(this.#question) });
     this.status = element("p", { class: "status", role: "status" });
     this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
     this.list = element("ol", { class: "results", "aria-label": `Results of ${service.name}`,
       onkeydown: (event) => this.#onKey(event) });
     this.element = element("section", { class: "column card", "aria-label": service.name },
       element("header", {}, element("h2", { title: service.base }, service.name), this.kind),
-      this.about, this.status, this.problem, this.list);
+      this.about, this.pools, this.status, this.problem, this.list);
     this.#say();
   }
 
@@ -49,6 +52,10 @@ export class Column {
       this.#fail(problem);
     }
     this.kind.textContent = KINDS[this.info?.model.architecture] ?? "";
+    const chosen = this.pools.value;
+    this.pools.replaceChildren(...poolOptions(this.poolNames));
+    if (this.poolNames.has(chosen)) this.pools.value = chosen;
+    this.pools.hidden = this.service.isHome || this.poolNames.size < 2; // the page's own field has its pools
     this.#sayAbout();
     this.#onInfo();
     return infoProblem;
@@ -67,7 +74,8 @@ export class Column {
     this.element.setAttribute("aria-busy", "true");
     try {
       const explain = this.#selected !== null && this.#hasVectors;
-      const ranking = await this.service.rank(explain ? { ...question, explain } : question);
+      const asked = { ...question, ...this.#poolOf(question) };
+      const ranking = await this.service.rank(explain ? { ...asked, explain } : asked);
       if (!ranking) return;
       this.problem.hidden = true;
       this.#answer = { ...ranking.answer, round: ranking.milliseconds };
@@ -78,6 +86,19 @@ export class Column {
       this.#fail(problem);
     }
     this.#show();
+  }
+
+  /** A map from the names of the service's pools to their numbers of candidates. */
+  get poolNames() {
+    return new Map(this.info?.pools.map((pool) => [pool.name, pool.candidates]));
+  }
+
+  /** Another service may have pools of other names: it is asked for its own, until the page names one of them. */
+  #poolOf({ pool }) {
+    if (!pool || this.service.isHome || !this.poolNames.size) return {};
+    if (pool !== this.#pagePool && this.poolNames.has(pool)) this.pools.value = pool;
+    this.#pagePool = pool;
+    return { pool: this.pools.value };
   }
 
   get #hasVectors() {
@@ -135,15 +156,24 @@ export class Column {
         `${milliseconds.format(answer.milliseconds)} ms`));
   }
 
+  /** Names the model and the pool of the answer; before it, what the service has. */
   #sayAbout() {
-    const model = this.#answer?.model ?? this.info?.model.fingerprint;
+    const { info } = this;
+    const model = this.#answer?.model ?? info?.model.fingerprint;
     const pool = this.#answer?.pool;
+    const isCandidate = model && model === info?.candidate;
+    const names = [...this.poolNames.keys()];
     const parts = [
-      model && `${model === this.info?.candidate ? "candidate model" : "model"} ${model.slice(0, 8)}`,
-      pool && `${pool.name} ${pool.version}`,
-      this.info && `${this.info.precision} on ${this.info.device}`,
+      model && (isCandidate ? ["candidate model", model.slice(0, 8)] : ["model", info?.model.name, model.slice(0, 8)]),
+      info?.second_stage && ["second stage", info.second_stage.slice(0, 8)],
+      pool && ["pool", pool.name, pool.version],
+      !this.#answer && names.length && [names.length > 1 ? "pools" : "pool", names.join(", ")],
+      info && [info.precision, "on", info.device],
     ];
-    this.about.textContent = parts.filter(Boolean).join(" · ");
+    const texts = parts.filter(Boolean).map((part) => part.filter(Boolean).join(" "));
+    // A line breaks between two parts, and behind the dot.
+    this.about.replaceChildren(...texts.flatMap((text, place) =>
+      place < texts.length - 1 ? [element("span", {}, `${text} ·`), " "] : [element("span", {}, text)]));
     this.about.title = model ? `fingerprint ${model}` : "";
   }
 
@@ -219,5 +249,9 @@ export class Column {
 }
 
 let nextId = 0;
+
+/** An option for each pool of such a map. */
+export const poolOptions = (pools) => [...pools].map(([name, count]) =>
+  element("option", { value: name }, `${name} · ${count.toLocaleString("en")} texts`));
 
 const keyOf = (result) => `${result.id}\n${result.text}`;

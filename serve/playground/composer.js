@@ -1,5 +1,6 @@
 // The left side: a dialogue or a query, and what is ranked for it.
 
+import { poolOptions } from "./column.js";
 import { element } from "./elements.js";
 
 const SPEAKERS = ["A", "B"];
@@ -48,14 +49,13 @@ export class Composer {
     return context.length && hasCandidates ? question : null;
   }
 
-  /** The pools of all services, {name: candidates}. */
+  /** `pools`: a map from names to numbers of candidates. */
   setPools(pools) {
     const select = byId("pool");
     const selected = select.value;
-    const options = Object.entries(pools).map(([name, count]) =>
-      element("option", { value: name }, `${name} · ${count.toLocaleString("en")} texts`));
+    const options = poolOptions(pools);
     select.replaceChildren(...options);
-    if (selected in pools) select.value = selected;
+    if (pools.has(selected)) select.value = selected;
     const radio = document.querySelector("input[name=candidates][value=pool]");
     radio.disabled = !options.length;
     if (!options.length && radio.checked) {

@@ -6,7 +6,10 @@ const STRONGEST_VECTORS = 8;
 const STRONGEST_WORDS = 3;
 
 /** Elements that show an explanation's tokens and vectors for a result's weights. */
-export function heatMap({ tokens, vectors }, weights) {
+export function heatMap(explanation, weights) {
+  const reason = nothingToSee(explanation.vectors);
+  if (reason) return [element("p", { class: "hint" }, reason)];
+  const { tokens, vectors } = whole(explanation);
   const combined = tokens.map((_, t) =>
     vectors.reduce((sum, vector, m) => sum + weights[m] * vector[t], 0));
   const order = weights.map((_, m) => m).sort((a, b) => weights[b] - weights[a]);
@@ -36,13 +39,13 @@ function text(tokens, weights) {
   const full = fullHeat(weights);
   return element("p", { class: "heat", role: "group", "aria-label": "The context, coloured by weight" },
     ...tokens.map((token, t) => {
-      // The space before a token stays uncoloured.
-      const [, space, rest] = /^(\s*)([^]*)$/.exec(token);
       const mark = element("span", {
         class: isSpecial(t, tokens) ? "token special" : "token", title: percent(weights[t]),
-      }, rest);
+      }, nameOf(token));
       mark.style.setProperty("--heat", Math.min(1, weights[t] / full).toFixed(3));
-      return space ? element("span", {}, space, mark) : mark;
+      // The space before a token stays uncoloured; a line break that is a token stands behind its name.
+      const space = /^\s*/.exec(token)[0];
+      return element("span", {}, ...(token.trim() ? [space, mark] : [mark, space]));
     }));
 }
 
@@ -50,7 +53,7 @@ function text(tokens, weights) {
 function strip(tokens, weights) {
   const full = fullHeat(weights);
   return element("span", { class: "strip", "aria-hidden": "true" }, ...tokens.map((token, t) => {
-    const cell = element("span", { title: `${token.trim()} ${percent(weights[t])}` });
+    const cell = element("span", { title: `${nameOf(token)} ${percent(weights[t])}` });
     cell.style.setProperty("--heat", Math.min(1, weights[t] / full).toFixed(3));
     return cell;
   }));
@@ -72,10 +75,31 @@ function wordsOf(tokens, weights) {
     if (isLetters && !isSpecial(t, tokens)) {
       merged.at(-1).text += token;
       merged.at(-1).weight += weights[t];
-    } else merged.push({ text: token.trim(), weight: weights[t] });
+    } else merged.push({ text: nameOf(token), weight: weights[t] });
     last = isSpecial(t, tokens) ? "" : token;
   });
   return merged;
+}
+
+/** A token's text; of one that is nothing but space a sign for it. */
+const nameOf = (token) => token.trim() || (token.includes("\n") ? "↵" : "␣");
+
+/** The explanation without empty tokens, the first bytes of a character, which the last one holds: it takes
+ * their weights. */
+function whole({ tokens, vectors }) {
+  const ends = tokens.flatMap((token, t) => (token || t === tokens.length - 1 ? [t] : []));
+  const merged = vectors.map((vector) => ends.map((end, place) =>
+    vector.slice(place ? ends[place - 1] + 1 : 0, end + 1).reduce((sum, weight) => sum + weight)));
+  return { tokens: ends.map((end) => tokens[end]), vectors: merged };
+}
+
+/** Why a picture of a context's only vector would say nothing; "": it says something. */
+function nothingToSee([vector, ...others]) {
+  if (others.length) return "";
+  const [least, most] = [Math.min(...vector), Math.max(...vector)];
+  if (most > 0.999) return "No picture: the context's vector is the output for its first token, which has read all of them.";
+  if (most - least > 0.001) return "";
+  return "No picture: the context's vector is the plain mean over its tokens, so that none counts more than another.";
 }
 
 /** The weight that has the full colour: the largest of the words (of all tokens [CLS] and [SEP] often have

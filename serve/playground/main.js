@@ -27,10 +27,8 @@ function add(base, token) {
     canReply: () => composer.isDialogue,
     onReply: (text) => composer.addReply(text),
     onInfo: () => {
-      const loaded = columns.filter((other) => other.info);
-      if (!loaded.length) return; // no service has named its pools yet
-      const pools = loaded.flatMap((other) => other.info.pools);
-      composer.setPools(Object.fromEntries(pools.map((pool) => [pool.name, pool.candidates])));
+      const loaded = columns.find((other) => other.info); // this service, unless it is away
+      if (loaded) composer.setPools(loaded.poolNames);
     },
   });
   columns.push(column);

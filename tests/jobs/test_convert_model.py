@@ -11,7 +11,7 @@ import torch
 
 from pipeline.artifact import open_artifact
 from pipeline.evaluation.ranking import own_scores
-from pipeline.models import inference
+from pipeline.models import inference, sources
 from pipeline.models.convert.int8 import Int8Linear
 from pipeline.models.ranker import load_ranker
 from serve.engine import Engine
@@ -153,11 +153,24 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_of_the_hub_is_named_by_its_id(run_job_here, tiny_ranker, tmp_path, monkeypatch):
+    made = tmp_path / "c0ffee"
+    to = ("--to", "sentence-transformers", "--output", made)
+    run_job_here("convert_model", "--model", tiny_ranker("bi").uri, *to)
+    monkeypatch.setattr(sources, "snapshot_download", lambda name, **_: str(made / "context"))
+    output = tmp_path / "ranker"
+    done = run_job_here("convert_model", "--model", "somebody/model", "--output", output)
+    assert done.summary["architecture"] == "bi"
+    assert (
+        open_artifact(str(output), "ranker").manifest["inputs"]["model"]["uri"] == "somebody/model"
+    )
+
+
 def test_what_is_no_model_is_refused(run_job_here, convai2_corpus, tmp_path):
     def refusal(model):
         return run_job_here("convert_model", "--model", model, "--output", tmp_path / "out").refusal
 
-    assert "no such folder" in refusal(tmp_path / "none")
+    assert "not a model directory" in refusal(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "modules.json is missing" in refusal(tmp_path / "empty")
     (tmp_path / "empty" / "model.opt").write_text("not json")

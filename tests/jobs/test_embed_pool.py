@@ -155,6 +155,18 @@ def test_ids_may_be_hashes_of_the_texts(embed, texts):
     assert {len(pool.row(place).id) for place in range(9)} == {32}
 
 
+def test_a_table_without_a_text_is_read_by_its_only_column_with_a_usual_name(embed, tmp_path):
+    table = tmp_path / "faq.csv"
+    table.write_text("id,Question,Answer\n1,how ?,so\n2,when ?,now\n")
+    done = embed(table)
+    assert "texts are the column 'Answer'; --embed.text-column names another" in done.stderr
+    made = done.summary
+    assert {row.text for row in map(Pool.open(made["pool"]).row, range(2))} == {"so", "now"}
+    assert embed(table, "--embed.text-column", "Answer").summary["version"] == made["version"]
+    table.write_text("id,answer,reply\n1,so,no\n")
+    assert "embed.text_column: 'text' is not allowed" in embed(table).refusal
+
+
 # Refusals: exit code 2, one line, and nothing that looks like a pool
 
 

@@ -45,6 +45,8 @@ def test_a_workflow_stops_at_the_first_failure_and_continues_there(three, tmp_pa
     assert (tmp_path / "made").read_text() == "input" and (tmp_path / "third").exists()
     skipped = run(three, folder, start_at="third")
     assert (skipped["skipped"], len(skipped["steps"])) == (["first", "second"], 1)
+    skipped = run(three, folder, skip=("second",))
+    assert [step["step"] for step in skipped["steps"]] == ["first", "third"]
 
 
 def test_a_comment_takes_no_option_from_a_command(tmp_path):
@@ -125,7 +127,8 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
      ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
      ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
      ("steps: {a: python -m jobs.inspect --nope 1}", {}, r"^steps\.a: .*--nope"),
-     ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a")],
+     ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a"),
+     ("steps: {a: ls}", {"skip": ("b",)}, "^skip: 'b' is not allowed; allowed: a")],
 )  # fmt: skip
 def test_bad_workflows_are_refused_before_a_step_runs(tmp_path, text, options, message):
     (tmp_path / "w.yaml").write_text(text)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -223,7 +224,7 @@ def test_a_dialogue_is_ranked_as_it_is_typed(page, port):
     said = page.run("document.querySelector('.status').textContent")
     assert said.startswith("exact search: no other text scores higher") and said.endswith("ms")
     about = page.run("document.querySelector('.about').textContent")
-    assert second["model"][:8] in about and "replies v-1" in about
+    assert about.startswith(f"model ranker {second['model'][:8]} · pool replies v-1 · fp32 on ")
     assert page.run("document.querySelector('.kind').textContent") == "poly-encoder"
     assert page.run("document.querySelector('#speaker').textContent") == "B"
 
@@ -288,6 +289,62 @@ def test_a_selected_result_shows_what_counts_for_it(page, port):
     page.press("End")
     page.type(" walls")
     page.until(f"{HEAT} === {len(explained['tokens']) + len(' walls')}")
+
+
+HINT = "document.querySelector('.why:not([hidden]) .hint')?.textContent ?? ''"
+
+
+@pytest.mark.parametrize(
+    ("reduction", "reason"),
+    [("mean", "No picture: the context's vector is the plain mean over its tokens, so that none"),
+     ("first", "No picture: the context's vector is the output for its first token, which has")],
+)  # fmt: skip
+def test_a_vector_that_takes_no_more_of_one_token_has_no_picture(
+    chromium, tiny_ranker, asking, monkeypatch, reduction, reason
+):
+    served = asking(tiny_ranker("bi"))
+    settings = replace(served.engine.ranker.config, reduction=reduction)
+    monkeypatch.setattr(served.engine.ranker.dual, "config", settings, raising=False)
+    with serving(api.create_app(served.service)) as port:
+        page = chromium.page()
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until("document.querySelector('.kind').textContent")
+        assert page.run("document.querySelector('.about').textContent").startswith("model ranker ")
+        page.type("hello")
+        page.click("#own")
+        page.type("tea\ncoffee")
+        page.until(f"{RESULTS}.length === 2")
+        page.click(".result button")
+        page.until(f"({HINT}).startsWith({json.dumps(reason)})")
+        assert page.run(HEAT) == 0
+        assert page.complaints == []
+
+
+def test_every_token_of_the_heat_map_has_a_name(page):
+    """Spaces and the line break between turns may be tokens, and the first bytes of a character are empty."""
+    explanation = {
+        "tokens": ["[CLS]", "ja", " ", "", "¿", "\n", "no", " [SEP]"],
+        "vectors": [[0.1, 0.1, 0.1, 0.1, 0.2, 0.3, 0.1, 0], [0.1, 0.1, 0.5, 0.1, 0.1, 0.1, 0, 0]],
+    }
+    page.run(f"""import("/playground/heat.js").then(({{heatMap}}) =>
+        document.querySelector("#answers").replaceChildren(
+            ...heatMap({json.dumps(explanation)}, [0.5, 0.5])))""")
+    shown = page.run("[...document.querySelectorAll('.token')].map((one) => one.textContent)")
+    assert shown == ["[CLS]", "ja", "␣", "¿", "↵", "no", "[SEP]"]
+    text = page.run("document.querySelector('.heat').textContent")
+    assert text == "[CLS]ja␣ ¿↵\nno [SEP]"
+    space = "\N{NO-BREAK SPACE}%"
+    assert (
+        page.run("document.querySelectorAll('.token')[3].title") == f"25{space}"
+    )  # of both tokens
+    titles = page.run("[...document.querySelectorAll('.strip span')].map((one) => one.title)")
+    assert titles[:7] == [
+        f"{name} {share}{space}"
+        for name, share in zip(shown, ("10", "10", "10", "30", "30", "10", "0.0"), strict=True)
+    ]
+    words = page.run("[...document.querySelectorAll('.words span, .seen > span:last-child')]"
+                     ".map((one) => one.textContent)")  # fmt: skip
+    assert words[0] == f"␣ 30{space}, ¿ 25{space}, ↵ 20{space}"
 
 
 def test_a_result_becomes_the_next_turn(page, port):
@@ -378,6 +435,14 @@ def test_an_error_is_shown_in_one_line_with_its_code(page, port):
     assert said == "unknown_pool pool: not served here; there are: replies"
     height = page.run("document.querySelector('.problem').clientHeight")
     assert height < 2 * page.run("parseFloat(getComputedStyle(document.body).lineHeight)")
+    page.screen(390, 844)  # a phone: in as many lines as it takes
+    for selector in (".problem", ".about"):
+        assert page.run(f"""(() => {{
+            const {{ scrollWidth, clientWidth, clientHeight, scrollHeight }} =
+                document.querySelector({json.dumps(selector)});
+            return [scrollWidth - clientWidth, scrollHeight - clientHeight];
+        }})()""") == [0, 0]  # fmt: skip
+    assert page.run("document.querySelector('.problem').clientHeight") > height
     assert page.run(RESULTS) == []
     page.run("document.querySelector('#pool option').value = 'replies'")
     page.type("!")
@@ -545,7 +610,19 @@ def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
         tops = page.run("[...document.querySelectorAll('.column')].map((one) =>"
                         " one.getBoundingClientRect().top)")  # fmt: skip
         assert tops[0] == tops[1]
-        assert page.run("[...document.querySelectorAll('#pool option')].length") == 2
+        # Each has the choice of its own pools, and follows the page's field to a pool of the same name.
+        assert page.run("document.querySelectorAll('#pool option').length") == 1
+        pools = "document.querySelectorAll('.pools')"
+        assert page.run(f"[{pools}[0].hidden, {pools}[1].hidden, {pools}[1].value]") == [
+            True, False, "replies"
+        ]  # fmt: skip
+        about = "document.querySelectorAll('.about')[1].textContent"
+        page.run(f"{pools}[1].value = 'other'; {pools}[1].dispatchEvent(new Event('change'))")
+        page.until(f"{about}.includes('pool other v-1') && {RESULTS}.length === 20")
+        page.click("#draft")
+        page.type("!")
+        page.until("document.querySelectorAll('[aria-busy]').length === 0")
+        assert "pool other v-1" in page.run(about)
         assert set(seen) == {"", f"Bearer {TOKEN}"}  # "" before: CORS asks without
         page.click("#others button")
         page.until(f"{RESULTS}.length === 10")

@@ -136,6 +136,14 @@ def with_guessed_columns(
     )
 
 
+def text_column(uris: Sequence[str], form: tables.TableFormat, reading: raw.Reading) -> str:
+    """The column of a pool's texts in the first file: `text`, or else the only one with a usual name of a
+    response; "": there is neither."""
+    columns = tables.first_columns(uris[0], reading, form)
+    named = ["text"] if "text" in columns else _named(columns, _RESPONSE_NAMES)
+    return named[0] if len(named) == 1 else ""
+
+
 def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [column for column in columns if column.strip().lower() in names]
 

@@ -1,0 +1,198 @@
+"""jobs.faq: from a table to a service by one command, which says what it has chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModel
+
+from jobs import convert_model, faq
+from pipeline.artifact import open_artifact
+from pipeline.config import parse
+from tests.helpers import INTERRUPTED, Finished, free_port
+
+ROOT = Path(__file__).parents[2]
+CARDS = [f"your card number {at} is in the post" for at in range(30)]
+QUESTIONS = ["where is card {} ?", "has card {} been sent ?", "when comes {} ?", "i wait for {}"]
+TABLE = "".join(f"{q.format(at)},{card}\n" for at, card in enumerate(CARDS) for q in QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def encoder(tracking_uri, tiny_ranker, tmp_path_factory) -> Path:
+    """A directory of sentence-transformers, with as many positions as published encoders have."""
+    output = tmp_path_factory.mktemp("encoders") / "tiny"
+    model, to = tiny_ranker("bi").uri, "sentence-transformers"
+    convert_model.run(convert_model.Config(model=model, to=to, output=str(output)))
+    folder = output / "context"
+    shape = AutoConfig.from_pretrained(folder)
+    shape.max_position_embeddings = 512
+    AutoModel.from_config(shape).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def command(encoder, tmp_path) -> Callable[..., subprocess.Popen[str]]:
+    """`command("--train", "false")`: `polyrank faq faq.csv --encoder …` in the folder of the table."""
+
+    def start(*options: object) -> subprocess.Popen[str]:
+        # A shell that runs the tests in the background lets its children ignore Ctrl-C.
+        hears_it = ("env", "--default-signal=INT")
+        polyrank = Path(sys.executable).with_name("polyrank")
+        words = [*hears_it, polyrank, "faq", "faq.csv", "--encoder", encoder]
+        return subprocess.Popen(
+            [*map(str, (*words, *options))],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+@contextmanager
+def interrupted(process: subprocess.Popen[str]) -> Iterator[list[str]]:
+    """The lines until the service answers; then Ctrl-C, as a terminal sends it."""
+    lines = list[str]()
+    try:
+        for line in process.stdout or ():
+            lines.append(line)
+            if line.startswith("Ctrl-C ends it"):
+                break
+        else:
+            pytest.fail("".join(lines))
+        yield lines
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate()
+
+
+def rank(port: int, context: str) -> list[dict]:
+    body = json.dumps({"context": context, "pool": "answers", "top_k": 30}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/rank", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["results"]
+
+
+@pytest.mark.timeout(600)
+def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_path):
+    (tmp_path / "faq.csv").write_text("Question,Answer\n" + TABLE)
+    port = free_port()
+    with interrupted(process := command("--port", port)) as lines:
+        said = "".join(lines)
+        assert {result["text"] for result in rank(port, "where is card 7 ?")} == {*CARDS}
+    assert process.returncode == INTERRUPTED
+    assert lines[0].startswith("questions are the column 'Question', answers 'Answer'; --question")
+    assert lines[1].startswith("120 rows have 30 answers, 4.0 questions for each: trains (")
+    steps = [
+        "prepare_corpus",
+        "convert_model",
+        "evaluate",
+        "finetune",
+        "evaluate",
+        "embed_pool",
+        "serve",
+    ]
+    printed = [line.split(": polyrank ")[1] for line in lines if line.startswith("== ")]
+    assert [line.split()[0] for line in printed] == steps
+    assert "--model my/ranker --candidates faq.csv --embed.text-column Answer" in printed[5]
+    assert f"the playground:  http://127.0.0.1:{port}/\n" in said
+    made = open_artifact(str(tmp_path / "my" / "ranker"), "ranker").fingerprint
+
+    with interrupted(command("--port", port)) as lines:
+        assert "".join(lines).count('"already_done": true') == 4
+    assert open_artifact(str(tmp_path / "my" / "ranker"), "ranker").fingerprint == made
+
+    (tmp_path / "faq.csv").write_text("Question,Answer\nhow ?,so\n" + TABLE)
+    output, _ = (process := command("--port", port)).communicate()
+    assert process.returncode == 2
+    pool = "polyrank embed_pool --model my/ranker --candidates faq.csv --embed.text-column Answer"
+    assert "faq.csv: not as it was when my/corpus was made. To embed its new answers" in output
+    assert f"without training: {pool}" in output and "To begin anew: --work my-2" in output
+
+
+@pytest.mark.timeout(600)
+def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(command, tmp_path):
+    rows = "".join(f"where is {at} ?;it is at place {at}\n" for at in range(20))
+    (tmp_path / "faq.csv").write_text("frage;antwort\n" + rows)
+    port = free_port()
+    options = ("--question", "frage", "--answer", "antwort", "--delimiter", ";", "--port", port)
+    with interrupted(command(*options)) as lines:
+        assert len(rank(port, "where is 7 ?")) == 20
+    assert lines[1].startswith(
+        "20 rows have 20 answers, 1.0 questions for each: serves the encoder"
+    )
+    verbs = [line.split(": polyrank ")[1].split()[0] for line in lines if line.startswith("== ")]
+    assert verbs == ["prepare_corpus", "convert_model", "evaluate", "embed_pool", "serve"]
+    # Nothing is trained, so the many questions of train/ are new.
+    assert any("examples of train/ are asked" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answers", "options", "line"),
+    [
+        (120, 60, (), "120 rows have 60 answers, 2.0 questions for each: trains (training pays from 2 on"),
+        (120, 61, (), "120 rows have 61 answers, 1.9 questions for each: serves the encoder as it is ("),
+        (99, 3, (), "99 rows have 3 answers, 33.0 questions for each: serves the encoder as it is ("),
+        (99, 3, ("--train", "true"), "99 rows have 3 answers, 33.0 questions for each; --train true"),
+        (120, 60, ("--train", "false"), "120 rows have 60 answers, 2.0 questions for each; --train f"),
+    ],
+)  # fmt: skip
+def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, line):
+    lines = "".join(f'{{"query": "q{at}", "reply": "r{at % answers}"}}\n' for at in range(rows))
+    (tmp_path / "faq.jsonl").write_text(lines)
+    config = parse(faq.Config, [str(tmp_path / "faq.jsonl"), *options], "polyrank faq")
+    trains, reason = faq._decide(config, [config.table], faq._table_format(config))
+    assert reason.startswith(line)
+    assert trains == ("trains" in line or "--train true" in line)
+
+
+def refusal(run_job_here, *arguments: object) -> str:
+    finished: Finished = run_job_here("faq", *arguments)
+    return finished.refusal
+
+
+def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
+    table = tmp_path / "faq.csv"
+    table.write_text("frage,antwort\nwie ?,so\n")
+    assert f"faq: --question: 'context' is not allowed; allowed: the columns of {table}: frage, ant" in (
+        refusal(run_job_here, table)
+    )  # fmt: skip
+    assert "faq: --answer: 'response' is not allowed" in (
+        refusal(run_job_here, table, "--question", "frage")
+    )
+    table.write_text("frage;antwort\nwie ?;so\n")
+    assert "separated by ';', which --delimiter ';' reads" in refusal(run_job_here, table)
+
+
+def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path):
+    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\n")
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        work = tmp_path / "my"
+        said = refusal(run_job_here, tmp_path / "faq.csv", "--port", port, "--work", work)
+    assert f"--port {port}: in use" in said and not work.exists()
+
+
+def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
+    table = tmp_path / "my $faq.csv"
+    table.write_text("the question,$answer\nhow ?,so\n")
+    done = run_job_here(
+        "faq", table, "--question", "the question", "--answer", "$answer", "--dry-run"
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert f"--input '{table}' --pairs.context-column 'the question'" in done.stdout
+    assert "--embed.text-column '$answer'" in done.stdout
