@@ -40,7 +40,7 @@ Size = Literal["small", "full"]
 
 _SAMPLE = {
     "small": sample.Size(),
-    "full": sample.Size(reddit_threads=40_000, train_dialogues=30_000),
+    "full": sample.Size(reddit_threads=40_000),
 }
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
@@ -213,7 +213,7 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
     with cluster.session(for_tasks=True):
-        source = corpus or sample_corpora(size, work)["reddit"]
+        source = corpus or _sample_corpus(size, work)
         folder = work / f"tokens-{digest([source, size])}"
         tokenizer_config = TokenizerConfig(vocabulary=_VOCABULARY[size])
         tokenizer = str(folder / "tokenizer")
@@ -227,23 +227,14 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
     return output
 
 
-def sample_corpora(size: Size, work: Path) -> dict[str, str]:
-    """URIs of the sample corpora, by format."""
-    raw, corpora = work / f"sample-{size}", work / f"corpora-{size}"
+def _sample_corpus(size: Size, work: Path) -> str:
+    """The URI of the Reddit corpus of the sample data."""
+    raw, output = work / f"sample-{size}", str(work / f"corpora-{size}" / "reddit")
     if not raw.is_dir():
         partial = work / f"sample-{size}.part"  # a run that was killed leaves no half of the files
         shutil.rmtree(partial, ignore_errors=True)
         sample.generate(partial, size=_SAMPLE[size])
         partial.rename(raw)
-    inputs: dict[Literal["reddit", "convai2"], str] = {
-        "reddit": "reddit_dump",
-        "convai2": "convai2",
-    }
-    with cluster.session(for_tasks=True):
-        for name, folder in inputs.items():
-            prepare_corpus.run(
-                prepare_corpus.Config(
-                    format=name, input=(str(raw / folder),), output=str(corpora / name)
-                )
-            )
-    return {name: str(corpora / name) for name in inputs}
+    dump = (str(raw / "reddit_dump"),)
+    prepare_corpus.run(prepare_corpus.Config(format="reddit", input=dump, output=output))
+    return output
