@@ -16,9 +16,9 @@ from pipeline.config import NOT_IDENTITY, Stopped, require
 from pipeline.corpora.formats import pairs
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import Draft, draft, request_of
 from pipeline.engine.records import TaskRecord, sum_counts
-from pipeline.engine.resources import Actors
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated

@@ -15,7 +15,8 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
-from pipeline.engine.resources import HERE, Actors, best_device, precision_of_tasks
+from pipeline.engine.actors import HERE, Actors
+from pipeline.engine.resources import best_device, precision_of_tasks
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import (

@@ -20,7 +20,7 @@ from pipeline import progress, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, require, to_dict
 from pipeline.engine import executors
-from pipeline.engine.resources import HERE, Actors
+from pipeline.engine.actors import HERE, Actors
 from pipeline.evaluation import retrieval
 from pipeline.evaluation.retrieval import DEPTH, METRICS, Collection
 from pipeline.evaluation.significance import mean_interval

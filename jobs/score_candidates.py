@@ -8,9 +8,9 @@ from jobs import cluster, program
 from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import draft
 from pipeline.engine.records import sum_counts
-from pipeline.engine.resources import Actors
 from pipeline.training.settings import TeachingConfig
 
 

@@ -4,5 +4,5 @@ draft      the unfinished output, with a record of each finished task
 run        runs what is missing
 attempts   one task, and how often it was started
 report     what tasks cost, and which were slow, restarted or failed
-resources  cores, GPUs and actors; `waiting` for them
+resources  cores and GPUs; `waiting` for them, and `actors` on them
 """

@@ -18,10 +18,11 @@ from typing import Any
 from pipeline import progress
 from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors, report
+from pipeline.engine.actors import Actors
 from pipeline.engine.attempts import AttemptCounter, Work, run_task
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import RecordT, TaskCost
-from pipeline.engine.resources import Actors, cpus_each, largest_memory
+from pipeline.engine.resources import cpus_each, largest_memory
 from pipeline.engine.waiting import await_room
 from pipeline.storage.failures import DELAYS_S
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.engine.resources import HERE, Actors, cpus_each
+from pipeline.engine.actors import HERE, Actors
+from pipeline.engine.resources import cpus_each
 from pipeline.engine.waiting import await_room
 from pipeline.evaluation import none_candidate, significance
 from pipeline.evaluation.metrics import summarise

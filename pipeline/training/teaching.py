@@ -25,10 +25,11 @@ import pyarrow.parquet as pq
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import require
+from pipeline.engine.actors import Actors
 from pipeline.engine.attempts import Work
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
-from pipeline.engine.resources import Actors, best_device
+from pipeline.engine.resources import best_device
 from pipeline.engine.run import run_tasks_on_actors
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference

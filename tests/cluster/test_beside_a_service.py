@@ -32,7 +32,7 @@ from jobs import cluster
 from pipeline.config import MAX_WAIT_VARIABLE, BadInput, Stopped
 from pipeline.engine import resources
 from pipeline.engine import waiting
-from pipeline.engine.resources import Actors
+from pipeline.engine.actors import Actors
 
 waiting._SILENT_S, waiting._LOOK_EVERY_S, waiting._GRACE_S = 1, 1, 1
 os.environ[MAX_WAIT_VARIABLE] = "0.05"

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import BadInput
 from pipeline.engine import resources, waiting
-from pipeline.engine.resources import Actors
+from pipeline.engine.actors import Actors
 
 from .conftest import ROOT
 
@@ -19,7 +19,7 @@ DRIVER = """
 import sys
 from jobs import cluster, prepare_corpus
 from pipeline.engine import waiting
-from pipeline.engine.resources import Actors
+from pipeline.engine.actors import Actors
 from pipeline.config import BadInput
 waiting._SILENT_S, waiting._LOOK_EVERY_S = 1, 1
 with cluster.session():

@@ -30,8 +30,9 @@ from pipeline import storage, tracking
 from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse, to_dict
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import draft, request_of
-from pipeline.engine.resources import Actors, cpus_each, fitting, precision_of_tasks
+from pipeline.engine.resources import cpus_each, fitting, precision_of_tasks
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
 from pipeline.models.precision import Precision

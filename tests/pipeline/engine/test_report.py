@@ -12,10 +12,10 @@ import pytest
 from pipeline import progress, tracking
 from pipeline.config import Stopped
 from pipeline.engine import executors, report
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import draft
 from pipeline.engine.records import TaskCost, TaskRecord, from_json, to_json
 from pipeline.engine.report import Stage
-from pipeline.engine.resources import Actors
 from pipeline.engine.run import run_tasks
 
 

@@ -17,9 +17,9 @@ import pytest
 from jobs import cluster, program
 from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors, report
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
-from pipeline.engine.resources import Actors
 from pipeline.engine.run import run_tasks, run_tasks_on_actors
 
 TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}

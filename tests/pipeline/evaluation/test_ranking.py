@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeline.engine.resources import Actors
+from pipeline.engine.actors import Actors
 from pipeline.evaluation import ranking, results
 from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks

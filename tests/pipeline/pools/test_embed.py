@@ -21,9 +21,9 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.engine.actors import Actors
 from pipeline.engine.draft import draft
 from pipeline.engine.records import sum_counts
-from pipeline.engine.resources import Actors
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
