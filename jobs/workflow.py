@@ -252,11 +252,18 @@ def _run_command(command: tuple[str, ...]) -> tuple[int, str]:
         _forward_sigterm() as children,
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment()) as process,
     ):
+        assert process.stdout
         children.append(process)
         last_line = ""
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            last_line = line
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last_line = line
+        except KeyboardInterrupt:  # the step has it, too: it may have a service to end
+            for line in process.stdout:
+                print(line, end="", flush=True)
+            process.wait()
+            raise
     return process.returncode, last_line
 
 

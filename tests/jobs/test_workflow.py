@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from jobs import workflow
 from jobs.workflow import read_steps
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora import author_key
+from tests.helpers import INTERRUPTED, job_command
 
 ROOT = Path(__file__).parents[2]
 THREE = """
@@ -58,6 +63,33 @@ def test_a_comment_takes_no_option_from_a_command(tmp_path):
         read_steps(str(file))
     file.write_text("steps: {a: polyrank prepare_corpus --input a#b --output c}   # all of it\n")
     assert read_steps(str(file))[0].options == ("--input", "a#b", "--output", "c")
+
+
+SLOW_TO_END = """
+import signal, time
+print("ready", flush=True)
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    time.sleep(1)  # longer than Popen waits by itself
+    print("ended", flush=True)
+"""
+
+
+def test_ctrl_c_waits_until_the_step_has_ended(tmp_path):
+    (tmp_path / "step.py").write_text(SLOW_TO_END)
+    (tmp_path / "w.yaml").write_text(f"steps: {{only: '{sys.executable} {tmp_path}/step.py'}}")
+    process = subprocess.Popen(
+        job_command("workflow", tmp_path / "w.yaml"),
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert rest.startswith("ended\n")
 
 
 def test_a_refusal_of_a_step_is_the_workflow_s(tmp_path, capfd):
