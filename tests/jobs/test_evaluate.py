@@ -111,8 +111,8 @@ def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_
     for seed, copy in enumerate(copies):
         shutil.copytree(tiny_ranker("poly", seed).uri, copy)
     models = [*(open_artifact(str(copy), "ranker") for copy in copies), tiny_ranker("bi")]
-    assert list(evaluate_job._models_by_name(models)) == ["poly-64", "poly-360", "bi"]
-    assert list(evaluate_job._models_by_name(models[1:])) == ["poly", "bi"]
+    assert list(evaluate_job.models_by_name(models)) == ["poly-64", "poly-360", "bi"]
+    assert list(evaluate_job.models_by_name(models[1:])) == ["poly", "bi"]
 
 
 def test_the_table_is_written_to_a_file_and_is_the_same_every_time(evaluate, tmp_path):
