@@ -3,12 +3,12 @@
 A request is admitted, and then hands in rows stage by stage: contexts to encode, pairs to score, searches of
 a pool. The thread never waits for a batch to fill: rows that arrive during a batch form the next one.
 
-Order: each sender has two queues, one for interactive requests and one for bulk requests, whose work is more
-than a batch. Each queue is first come, first served. Rows of several queues are computed in turns, by
-start-time fair queueing (Goyal, Vin and Cheng, 1996): a row's tag is the finish of the row before it in its
-queue, and its finish is later by its cost, which counts `_BULK` times for bulk. The row with the least tag is
-next. So neither a short deadline, nor many requests, nor large ones move a sender before the others. Later
-rows of a request go on from its own tag, so a request that was begun is also finished.
+Order: each sender has two queues, one for interactive requests and one for bulk requests, whose work is
+more than a batch. Each queue is first come, first served: a request that was begun is finished, stage by
+stage. Queues take turns, by start-time fair queueing (Goyal, Vin and Cheng, 1996): a queue's finish grows by
+the cost of each row that is computed, which counts `_BULK` times for bulk, and the queue with the least
+finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
+requests, nor large ones move a sender before the others.
 
 Admission: a request is refused if it would wait for too many seconds of work. Only admitted work that comes
 before it counts, and never its own: a list of requests is one request, which its parts do not refuse. The
@@ -25,7 +25,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -93,7 +93,9 @@ class _Queue:
     factor: float
     """By which its cost counts."""
     finish: float = 0.0
-    """The tag of its next request."""
+    """Grows with the cost of what was computed."""
+    rows: int = 0
+    """Those that wait."""
     parts: set[_Part] = field(default_factory=set)
 
     def seconds(self, request: _Request | None = None) -> float:
@@ -120,7 +122,8 @@ class _Part:
     mean: _Mean = field(default_factory=_Mean)
     """Seconds of a unit of cost, as measured by now."""
     spent_s: float = 0.0
-    tag: float | None = None
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order of admission."""
 
     @property
     def left_s(self) -> float:
@@ -146,7 +149,7 @@ class _Call:
 
 @dataclass(order=True)
 class _Row:
-    tag: float
+    part: int
     number: int
     stage: Stage = field(compare=False)
     row: Any = field(compare=False)
@@ -169,9 +172,10 @@ class Batcher:
         `on_batch` is called after each batch."""
         self._max_wait_s, self._on_batch, self._batch_rows = max_wait_s, on_batch, batch_rows
         self._changed = threading.Condition()
-        self._rows: dict[tuple[Stage, float], list[_Row]] = {}  # by stage and factor
+        self._rows: dict[tuple[Stage, float], dict[_Queue, list[_Row]]] = {}
+        """Heaps, by what is computed together (stage and factor) and by queue. None is empty."""
         self._numbers = itertools.count()
-        self._tag = 0.0  # of the row that was computed last
+        self._finish = 0.0  # of the queue that was computed last, before that
         self._queues: dict[tuple[str, bool], _Queue] = {}
         self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
         self._closed = False
@@ -194,7 +198,9 @@ class Batcher:
     @property
     def waiting_rows(self) -> int:
         """The rows that wait for a batch."""
-        return sum(map(len, list(self._rows.values())))
+        return sum(
+            len(rows) for heaps in list(self._rows.values()) for rows in list(heaps.values())
+        )
 
     def problem(self) -> str:
         """The reason why no request can be computed, or ""."""
@@ -291,17 +297,17 @@ class Batcher:
         loop = asyncio.get_running_loop()
         part = _part.get() or _Part(_Queue(1.0))
         call = _Call([None] * len(rows), len(rows), part, loop.create_future(), loop)
-        since, factor = time.monotonic(), part.queue.factor / stage.batch_cost
+        since, queue = time.monotonic(), part.queue
         with self._changed:
-            heap = self._rows.setdefault((stage, part.queue.factor), [])
-            finish = max(self._tag, part.queue.finish)
-            tag = finish if part.tag is None else part.tag
+            if not queue.rows:
+                queue.finish = max(self._finish, queue.finish)
+            queue.rows += len(rows)
+            heap = self._rows.setdefault((stage, queue.factor), {}).setdefault(queue, [])
             for place, (row, cost) in enumerate(zip(rows, costs, strict=True)):
-                part.tag = tag
                 number = next(self._numbers)
-                heapq.heappush(heap, _Row(tag, number, stage, row, cost, place, call, since))
-                tag += cost * factor
-            part.queue.finish = finish + sum(costs) * factor
+                heapq.heappush(
+                    heap, _Row(part.number, number, stage, row, cost, place, call, since)
+                )
             self._changed.notify()
         try:
             async with asyncio.timeout(left_s) as timer:
@@ -317,8 +323,7 @@ class Batcher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not any(self._rows.values()):
-                    self._rows.clear()  # including stages of models that are no longer served
+                while not self._closed and not self._rows:
                     self._changed.wait()
                 if self._closed:
                     return
@@ -333,17 +338,25 @@ class Batcher:
 
         Rows of bulk requests do not fill a batch of interactive ones, which would take longer by them.
         """
-        heap = min((heap for heap in self._rows.values() if heap), key=lambda heap: heap[0])
-        stage, self._tag = heap[0].stage, max(self._tag, heap[0].tag)
+        together = min(self._rows, key=lambda key: _next_queue(self._rows[key])[:2])
+        heaps, stage = self._rows[together], together[0]
+        self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: list[_Row] = []
         cost = 0.0
-        while heap and len(batch) < self._batch_rows:
-            if batch and cost + heap[0].cost > stage.batch_cost:
+        while heaps and len(batch) < self._batch_rows:
+            _, row, queue = _next_queue(heaps)
+            if batch and cost + row.cost > stage.batch_cost:
                 break
-            row = heapq.heappop(heap)
+            heapq.heappop(heaps[queue])
+            queue.rows -= 1
+            if not heaps[queue]:
+                del heaps[queue]
             if not row.call.future.done():  # or it is too late, or its client has left
                 batch.append(row)
                 cost += row.cost
+                queue.finish += row.cost * queue.factor / stage.batch_cost
+        if not heaps:  # also of stages of models that are no longer served
+            del self._rows[together]
         return batch
 
     def _compute(self, rows: list[_Row]) -> None:
@@ -384,6 +397,12 @@ class Batcher:
             return
         for call in calls:
             self._compute([row for row in rows if row.call is call])
+
+
+def _next_queue(heaps: Mapping[_Queue, list[_Row]]) -> tuple[float, _Row, _Queue]:
+    """(finish, first row, queue) of the queue that is next."""
+    queue = min(heaps, key=lambda queue: (queue.finish, heaps[queue][0]))
+    return queue.finish, heaps[queue][0], queue
 
 
 def _deliver(

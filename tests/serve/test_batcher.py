@@ -144,6 +144,46 @@ def test_a_request_that_was_begun_is_finished_before_later_ones_of_its_sender(ba
     assert order.index("a2") < order.index("c1")
 
 
+def test_a_new_sender_does_not_wait_for_the_later_stages_of_anothers_requests(batcher):
+    """Where an event loop was busy while the first stage of many was computed, their second stages had places
+    before those of whoever came now."""
+    order: list[str] = []
+    names = [f"a{number}" for number in range(10)]
+    all_encoded, searching, may_search = (threading.Event() for _ in range(3))
+
+    def encode(rows: list[str]) -> list[str]:
+        if rows == names[-1:]:
+            all_encoded.set()
+        return rows
+
+    def search(rows: list[str]) -> list[str]:
+        searching.set()
+        assert may_search.wait(60)
+        order.extend(rows)
+        return rows
+
+    first, second = Stage("encode", encode, 1), Stage("search", search, 1)
+
+    async def ask(sender: str, name: str) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 1.0, soon()):
+            await batcher.run(first, [name], [1], soon())
+            await batcher.run(second, [name], [1], soon())
+
+    async def all_ask() -> None:
+        asking = [asyncio.create_task(ask("a", name)) for name in names]
+        await asyncio.sleep(0)  # so that each has handed in its row
+        assert all_encoded.wait(60)  # the event loop is busy
+        asking.append(asyncio.create_task(ask("b", "b")))
+        assert await asyncio.to_thread(searching.wait, 60)
+        may_search.set()
+        await asyncio.gather(*asking)
+
+    run(all_ask())
+    assert order.index("b") <= 2
+    assert [name for name in order if name != "b"] == names
+
+
 def test_what_is_too_late_is_not_computed(batcher):
     gate = Gate()
     late = batcher.run(gate.stage, ["late"], [1], time.monotonic() - 1)
