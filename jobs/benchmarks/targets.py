@@ -151,6 +151,15 @@ TARGETS = (
         limit="An empty deployment behind HAProxy takes 1.8 ms in the same run.",
     ),
     Target(
+        "serve.fairness.p50_over_alone", maximum=2.0, field="ours",
+        description="p50 of a client of 5 requests/s beside one that asks twice too often, over alone",
+        limit="Each of its stages waits for a batch of the other's, and refusals take the cores, too.",
+    ),
+    Target(
+        "serve.heavy.p99_over_alone", maximum=5.0, field="ours",
+        description="p99 of the same client beside lists of 64 with `top_k` 1,000, over alone",
+    ),
+    Target(
         "serve.saturation_vs_in_process", minimum=0.9,
         description="rankings a second for 32 clients over the same work in process",
     ),

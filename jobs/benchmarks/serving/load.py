@@ -10,10 +10,11 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -76,7 +77,13 @@ class Step:
     per_s: float
 
 
-def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int = 0) -> LoadResult:
+def poisson(
+    url: str,
+    bodies: Sequence[bytes],
+    steps: Sequence[Step],
+    seed: int = 0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> LoadResult:
     """Requests at random moments, at the mean rate of each step. No body: GET."""
     rng, due = np.random.default_rng(seed), list[float]()
     began = 0.0
@@ -84,7 +91,7 @@ def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int 
         count = rng.poisson(step.per_s * step.seconds)
         due += sorted(began + rng.uniform(0, step.seconds, count))
         began += step.seconds
-    return _run(url, bodies, lambda ask: _send_on_time(ask, due))
+    return _run(url, bodies, lambda ask: _send_on_time(ask, due), headers)
 
 
 def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> LoadResult:
@@ -133,11 +140,16 @@ async def _send_in_turn(ask: Ask, count: int, seconds: float) -> None:
     await asyncio.gather(*(client() for _ in range(count)))
 
 
-def _run(url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None]]) -> LoadResult:
+def _run(
+    url: str,
+    bodies: Sequence[bytes],
+    load: Callable[[Ask], Awaitable[None]],
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> LoadResult:
     due, seconds, status = list[float](), list[float](), list[int]()
 
     async def run() -> float:
-        async with _open_session(url, bodies) as send:
+        async with _open_session(url, bodies, headers) as send:
             began = time.perf_counter()
 
             async def ask(due_at: float) -> None:
@@ -158,13 +170,14 @@ def _run(url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None
 
 @asynccontextmanager
 async def _open_session(
-    url: str, bodies: Sequence[bytes]
+    url: str, bodies: Sequence[bytes], more_headers: Mapping[str, str]
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Sends the next body, and returns the answer's status."""
     ring = itertools.cycle(bodies)
     headers = {"content-type": "application/json"} if bodies else {}
     if token := os.environ.get(TOKEN):
         headers["authorization"] = f"Bearer {token}"
+    headers |= more_headers
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=_WAIT_S)
     async with aiohttp.ClientSession(

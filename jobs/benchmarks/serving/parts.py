@@ -8,13 +8,15 @@ of the cores.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +36,25 @@ from jobs.benchmarks.serving.any_service import (
 )
 from jobs.benchmarks.serving.baselines import InProcess, Noop
 from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
-from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
+from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
 from jobs.benchmarks.serving.peers import Peer, peers
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
+from serve.http.bearer_tokens import HASHES
 from serve.limits import Limits
 
-PARTS = ("overhead", "throughput", "clients", "load", "burst", "scaling", "rerank", "embed")
+PARTS = (
+    "overhead",
+    "throughput",
+    "clients",
+    "load",
+    "fairness",
+    "burst",
+    "scaling",
+    "rerank",
+    "embed",
+)
 _POOL = "candidates"
 _IN_PROXIES = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -144,6 +157,47 @@ class _OwnService(AnyService):
                 detail=detail,
             )
         ]
+
+    def fairness(self) -> list[BenchmarkRow]:
+        """A client of 5 requests a second, alone, beside one that asks at twice the service's capacity with
+        short deadlines, and beside one that sends the heaviest lists. Each has its token."""
+        hashes = [hashlib.sha256(name.encode()).hexdigest() for name in ("few", "many")]
+        variables = {"env_vars": {HASHES: ",".join(hashes)}}
+        options = {"num_cpus": 1, "runtime_env": variables}
+        few = {"authorization": "Bearer few"}
+        many = {"authorization": "Bearer many"}
+        heavy = json.dumps(
+            [{"context": self.contexts[0], "pool": _POOL, "top_k": 1000}] * Limits().requests
+        ).encode()
+        seconds = self.size.seconds * self.size.rounds
+        with services.ranking(self.port, self.args, ray_actor_options=options) as url:
+
+            def ask(
+                bodies: Sequence[bytes], per_s: float, headers: Mapping[str, str]
+            ) -> LoadResult:
+                steps = [Step(seconds, per_s)]
+                return poisson(f"{url}/rank", bodies, steps, headers=headers)
+
+            def ask_few() -> LoadResult:
+                return ask(self.bodies, 5.0, few).successes()
+
+            rate = 2 * self.saturation
+            in_a_hurry = {**many, "x-timeout-ms": "500"}
+            alone = ask_few()
+            beside_many, of_many = services.run_together(
+                ask_few, lambda: ask(self.bodies, rate, in_a_hurry)
+            )
+            beside_heavy, of_heavy = services.run_together(ask_few, lambda: ask([heavy], 4.0, many))
+        return [
+            BenchmarkRow(
+                row, beside.ms(percentile) / alone.ms(percentile), "times", detail={
+                    "alone, ms (p50, p99)": [round(alone.ms(q), 1) for q in (50, 99)],
+                    "beside, ms (p50, p99)": [round(beside.ms(q), 1) for q in (50, 99)],
+                    "the other's statuses": other.statuses(), "note": note})
+            for row, percentile, beside, other, note in (
+                ("serve.fairness.p50_over_alone", 50, beside_many, of_many, f"Beside {rate:.0f} requests/s."),
+                ("serve.heavy.p99_over_alone", 99, beside_heavy, of_heavy, "Beside 4 lists/s."))
+        ]  # fmt: skip
 
     def _questions(self, seconds: float) -> Iterator[tuple[bytes, list[str]]]:
         """(request body, context) of one question after the other, for so long."""
