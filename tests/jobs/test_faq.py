@@ -87,7 +87,8 @@ def rank(port: int, context: str) -> list[dict]:
         return json.load(answer)["results"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long  # a dozen processes, each with a Ray
+@pytest.mark.timeout(900)
 def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_path):
     (tmp_path / "faq.csv").write_text("Question,Answer\n" + TABLE)
     port = free_port()
@@ -124,7 +125,8 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     assert f"without training: {pool}" in output and "To begin anew: --work my-2" in output
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(command, tmp_path):
     rows = "".join(f"where is {at} ?;it is at place {at}\n" for at in range(20))
     (tmp_path / "faq.csv").write_text("frage;antwort\n" + rows)

@@ -149,6 +149,7 @@ def is_healthy(check: str, port: int) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_the_service_answers_outside_and_ends_on_sigterm_as_process_1(
