@@ -248,6 +248,7 @@ ARTIFACTS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_training_which_says_how_to_go_on(interrupted):
     said = interrupted.ranker.with_name("said").read_text().splitlines()
     assert "python -m jobs.finetune: interrupted; the same command resumes" in said

@@ -67,8 +67,8 @@ def test_a_comment_takes_no_option_from_a_command(tmp_path):
 
 SLOW_TO_END = """
 import signal, time
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     signal.pause()
 except KeyboardInterrupt:
     time.sleep(1)  # longer than Popen waits by itself
