@@ -147,8 +147,8 @@ class Args(BaseModel):
     )
     names: list[str] = Field(
         default=[],
-        description="Names that a request's `model` may say, beside the fingerprint; by default the last "
-        "part of `model`: poly of .demo/rankers/poly, dialogue of models:/dialogue@champion.",
+        description="Names that a request's `model` may say, beside the fingerprint; another one is a 404. "
+        "None: `model` is ignored.",
     )
     playground: bool = Field(default=True, description="Whether `/` is the playground.")
     limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
@@ -269,7 +269,7 @@ class Ranker:
             self._close,
             self._record_answer,
             self._metrics.record_error,
-            args.names or [args.model.rstrip("/").rpartition("/")[2].partition("@")[0]],
+            args.names,
             args.playground,
         )
 

@@ -64,5 +64,5 @@ def too_late_refusal() -> Refusal:
 def require_at_most(limits: Limits, field: str, count: int, limit: str = "candidates") -> None:
     """Raises Refusal if the field of a request has or asks for more than this limit of the operator's."""
     if count > (most := getattr(limits, limit)):
-        message = f"{field}: {count:,} are not allowed; allowed: at most {most:,} (limits.{limit})"
+        message = f"{field}: {count:,} are not allowed; allowed: at most {most} (limits.{limit})"
         raise Refusal("invalid_request", message, field)

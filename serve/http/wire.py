@@ -7,9 +7,10 @@ Rules for all of them:
 - Results are sorted by the model's scores. Formats that promise scores in [0, 1] get the score's sigmoid. It
   keeps the order but is no probability: the scores of a bi- or poly-encoder are products of vectors, and a
   score above 37 becomes 1.0. `raw_scores` returns the score itself.
-- There is one model. A request may name it in `model` by its fingerprint or by one of the service's names;
-  another one is refused. The answer names the fingerprint in the header of `answered_by.py`, and in the body
-  where the format has a field for it.
+- There is one model. Where the service has names, a request may say in `model` one of them or the
+  fingerprint, and another one is refused. Else `model` is ignored: many clients must send one. The answer
+  names the fingerprint in the header of `answered_by.py`, and in the body where the format has a field
+  for it.
 - Texts are always truncated to the model's maximum, which /info names. `truncate: false` (TEI) is refused.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
@@ -68,7 +69,7 @@ def add_routes(
     def require_model(name: str | None) -> Service:
         service = require_service()
         served = [*names, service.champion.model.fingerprint]
-        if name is not None and name not in served:
+        if names and name is not None and name not in served:
             message = f"model: not served here; there are: {', '.join(served)}"
             raise Refusal("unknown_model", message, "model")
         return service
@@ -169,6 +170,9 @@ def add_routes(
     )
     async def model(id: str) -> ModelCard:
         """The model of this id, in OpenAI's format."""
+        if id not in (served := [*names, require_service().champion.model.fingerprint]):
+            message = f"model: not served here; there are: {', '.join(served)}"
+            raise Refusal("unknown_model", message, "model")
         return card(id)
 
     @app.post(

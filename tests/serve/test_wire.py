@@ -371,6 +371,19 @@ def test_a_model_that_is_not_served_is_refused(live, path, body):
         assert one.post(path, {**body, "model": name}).status_code == 200
 
 
+def test_without_names_any_model_means_the_served_one(tiny_ranker):
+    """Many clients must send one."""
+    with ExitStack() as stack:
+        engine = Engine(tiny_ranker("bi").uri)
+        service = Service(lambda: engine, max_wait_s=60.0)
+        stack.callback(engine.close)
+        stack.callback(service.close)
+        client = stack.enter_context(TestClient(create_app(service)))
+        body = {"query": QUERY, "documents": TEXTS, "model": "rerank-v3.5"}
+        assert client.post("/v2/rerank", json=body).status_code == 200
+        assert client.get("/v1/models/rerank-v3.5").status_code == 404
+
+
 @pytest.mark.parametrize(
     ("path", "same_as"), [("/embeddings", "/v1/embeddings"), ("/models", "/v1/models")]
 )
