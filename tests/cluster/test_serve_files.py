@@ -340,6 +340,8 @@ def test_the_death_of_a_replica_costs_no_client_a_request(cluster):
             stop.set()
             for each in asking:
                 each.result(60)
+            ours.close()
+            openai_client.close()
 
 
 # The examples, one after the other on the same cluster
