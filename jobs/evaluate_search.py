@@ -105,8 +105,9 @@ def run(config: Config) -> program.Summary:
         name: Ranker.load(model.uri, config.precision) for name, (model, _) in stages.items()
     }
     rows = [_measure("bm25", _bm25(collection), collection)] if config.baseline else []
+    documents = _write_documents(collection, config)
     for name, (model, _) in models.items():
-        search = _pool_search(model, collection, config)
+        search = _pool_search(model, documents, config)
         own_rows = [_measure(name, search, collection)]
         for stage_name, stage in second_stages.items():
             reranked = _reranked(search, stage, collection, config.second_stage_documents)
@@ -153,10 +154,8 @@ def _measure(name: str, search: Search, collection: Collection) -> Row:
     )
 
 
-def _pool_search(model: Artifact, collection: Collection, config: Config) -> Search:
-    """Embeds the documents into a pool, or finds it, and searches it."""
-    from pipeline import Pool, Ranker
-
+def _write_documents(collection: Collection, config: Config) -> str:
+    """A table of the documents, as `embed_pool` reads it."""
     table = pa.table(
         {"id": list(collection.documents), "text": list(collection.documents.values())}
     )
@@ -164,9 +163,16 @@ def _pool_search(model: Artifact, collection: Collection, config: Config) -> Sea
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     storage.write_bytes(file, sink.getvalue())
+    return file
+
+
+def _pool_search(model: Artifact, documents: str, config: Config) -> Search:
+    """Embeds the documents into a pool, or finds it, and searches it."""
+    from pipeline import Pool, Ranker
+
     embed = embed_pool.Config(
         model=model.uri,
-        candidates=(file,),
+        candidates=(documents,),
         pools=config.work,
         name=f"by-{model.fingerprint[:12]}",
         embed=EmbedConfig(precision=config.precision),

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Response
 from pydantic import TypeAdapter
 
 _SMALL = 2_000  # numbers or texts; they take some 2 ms
-# One thread: each more takes turns with the event loop for the interpreter's lock, 5 ms at a time.
-_ENCODING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="json")
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
 
 
@@ -32,6 +29,4 @@ async def _json(make: Callable[[], Any], values: int, exclude_none: bool) -> byt
     def encode() -> bytes:
         return _ANY.dump_json(make(), exclude_none=exclude_none)
 
-    if values <= _SMALL:
-        return encode()
-    return await asyncio.get_running_loop().run_in_executor(_ENCODING, encode)
+    return encode() if values <= _SMALL else await asyncio.to_thread(encode)

@@ -148,7 +148,7 @@ def test_the_page_can_be_left_out(asking, tiny_ranker):
     service = asking(tiny_ranker("bi")).service
     client = TestClient(api.create_app(service, has_playground=False))
     assert client.get("/").status_code == 405  # a format of Hugging Face has POST there
-    assert client.get("/playground/index.js").status_code == 404
+    assert client.get("/playground/main.js").status_code == 404
 
 
 def test_the_page_needs_no_token_and_rankings_do(asked):
