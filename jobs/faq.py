@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    files, table = storage.expand([config.table]), _table_format(config)
+    files = storage.expand([config.table], "table")
+    table = _table_format(config, files)
     print(f"questions are the column {table.context_column!r}, answers {table.response_column!r}; "
           "--question and --answer name others", flush=True)  # fmt: skip
     trains, reason = _decide(config, files, table)
@@ -85,8 +87,8 @@ def run(config: Config) -> program.Summary:
     return workflow.run(commands)
 
 
-def _table_format(config: Config) -> pairs.Options:
-    """The columns, and how they are written. Raises BadInput where they are not in the table."""
+def _table_format(config: Config, files: list[str]) -> pairs.Options:
+    """The columns, and how they are written. Raises BadInput for a table without rows or these columns."""
     try:
         options = pairs.Options(
             context_column=config.question or pairs.Options.context_column,
@@ -94,7 +96,7 @@ def _table_format(config: Config) -> pairs.Options:
             encoding=config.encoding,
             delimiter=config.delimiter,
         )
-        files = storage.expand([config.table])
+        _require_rows(config.table, files, options)
         options, _ = pairs.with_guessed_columns(files, options, raw.Reading())
         pairs.require_columns(files, options, raw.Reading())
     except BadInput as error:
@@ -104,6 +106,14 @@ def _table_format(config: Config) -> pairs.Options:
             text = text.replace(f"pairs.{field}", option)
         raise BadInput(text.replace("--pairs.", "--").replace("pairs.", "--")) from None
     return options
+
+
+def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
+    report = ParseReport()
+    rows = (tables.read(file, {}, raw.Reading(), report, form=options) for file in files)
+    if not any(True for _ in itertools.chain.from_iterable(rows)):
+        broken = ", ".join(f"{count} {reason}" for reason, count in report.malformed.counts.items())
+        raise BadInput(f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}")
 
 
 def _format_options(config: Config, group: str) -> str:

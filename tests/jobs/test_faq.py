@@ -157,7 +157,7 @@ def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, li
     lines = "".join(f'{{"query": "q{at}", "reply": "r{at % answers}"}}\n' for at in range(rows))
     (tmp_path / "faq.jsonl").write_text(lines)
     config = parse(faq.Config, [str(tmp_path / "faq.jsonl"), *options], "polyrank faq")
-    trains, reason = faq._decide(config, [config.table], faq._table_format(config))
+    trains, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
     assert reason.startswith(line)
     assert trains == ("trains" in line or "--train true" in line)
 
@@ -178,6 +178,23 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
     )
     table.write_text("frage;antwort\nwie ?;so\n")
     assert "separated by ';', which --delimiter ';' reads" in refusal(run_job_here, table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "--table faq.csv: no such file"),
+        ("", "faq.csv: has no rows"),
+        ("question,answer\n", "faq.csv: has no rows"),
+        ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
+    ],
+)
+def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, text, message):
+    """One with a header alone was refused for its columns."""
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "faq.csv").write_text(text)
+    assert message in run_job_here("faq", "faq.csv").refusal
 
 
 def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path):
