@@ -1,8 +1,9 @@
 """sentence-transformers on another engine. Runs by its own Python, which has none of polyrank's packages.
 
-PYTHON engine_peer.py embed|rerank openvino|onnx|onnx-int8 MODEL TEXTS   a line "ready"; then, for each line on
-standard input, the seconds of one pass over the texts, a JSON list in the file TEXTS. The first text of rerank
-is the query of the others.
+PYTHON engine_peer.py embed|rerank torch|openvino|onnx|onnx-int8 MODEL TEXTS
+
+It says "ready", and then, for each line on standard input, the seconds of one pass over the texts, a JSON
+list in the file TEXTS. The first text of rerank is the query of the others.
 """
 
 from __future__ import annotations

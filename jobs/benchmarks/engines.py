@@ -1,11 +1,12 @@
 """Our encoders on a CPU beside the engines that sentence-transformers can switch on there.
 
-Their packages need another transformers than polyrank's, so each peer is a process of an environment of its own:
-`pip install 'sentence-transformers[openvino,onnx]'`.
+Their packages need another transformers than polyrank's, so each peer is a process of an environment of its
+own: `pip install 'sentence-transformers[openvino,onnx]'`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ _ROUNDS = 5
 _RERANKED = 100
 _LONG = {"small": 64, "full": 400}
 _SHORT = {"small": 500, "full": 3_000}
+_ENGINES = ("openvino", "onnx-int8")
 
 
 def measure(
@@ -32,58 +34,47 @@ def measure(
 ) -> list[BenchmarkRow]:
     """`peers`: the Python of the peers."""
     encoder = Ranker.from_sentence_transformers(str(minilm_folder()))
-    cross_folder = _cross_encoder(work / "cross")
-    cross = Ranker.from_sentence_transformers(str(cross_folder))
-    long, short = list(articles[: _LONG[size]]), list(replies[: _SHORT[size]])
-    query, *passages = [text[:1_000] for text in articles[: _RERANKED + 1]]
+    texts_by_length = {"long": articles[: _LONG[size]], "short": replies[: _SHORT[size]]}
     rows = list[BenchmarkRow]()
-    for name, texts, engines in (
-        ("long", long, ("openvino", "onnx-int8")),
-        ("short", short, ("openvino", "onnx-int8")),
-    ):
-        ours = lambda texts=texts: encoder.encode_candidates(texts)  # noqa: E731
-        rates = _rates("embed", ours, engines, minilm_folder(), texts, work, peers)
-        rows += [
-            _row(f"embed.vs_{engine.replace('-', '_')}_{name}", "texts/s", len(texts), seconds)
-            for engine, seconds in rates.items()
-        ]
-    reranked = [query, *passages]
-    rates = _rates("rerank", lambda: cross.rank(query, passages), ("openvino", "onnx-int8"),
-                   cross_folder, reranked, work, peers)  # fmt: skip
-    names = {"openvino": "rerank.vs_openvino_cross_encoder",
-             "onnx-int8": "rerank.vs_onnx_int8_cross_encoder"}  # fmt: skip
-    return rows + [
-        _row(names[engine], "pairs/s", len(passages), seconds) for engine, seconds in rates.items()
-    ]
+    for length, texts in texts_by_length.items():
+        passes = functools.partial(encoder.encode_candidates, texts)
+        seconds = _in_turn("embed", passes, minilm_folder(), texts, work, peers)
+        for engine in _ENGINES:
+            name = f"embed.vs_{engine.replace('-', '_')}_{length}"
+            rows.append(_row(name, "texts/s", len(texts), seconds["ours"], seconds[engine]))
+    folder = _cross_encoder(work / "cross-encoder")
+    cross = Ranker.from_sentence_transformers(str(folder))
+    query, *passages = [text[:1_000] for text in articles[: _RERANKED + 1]]
+    reranked = functools.partial(cross.rank, query, passages)
+    seconds = _in_turn("rerank", reranked, folder, [query, *passages], work, peers)
+    for engine in _ENGINES:
+        name = f"rerank.vs_{engine.replace('-', '_')}_cross_encoder"
+        rows.append(_row(name, "pairs/s", len(passages), seconds["ours"], seconds[engine]))
+    return rows
 
 
 def _row(
-    name: str, unit: str, count: int, seconds: tuple[Sequence[float], Sequence[float]]
+    name: str, unit: str, count: int, ours: Sequence[float], peer: Sequence[float]
 ) -> BenchmarkRow:
-    ours, peer = seconds
-    ratio = median(b / a for a, b in zip(ours, peer, strict=True))
-    detail = {"note": f"{count:,} texts a pass, {len(ours)} passes of each in turn."}
-    return BenchmarkRow(name, count / median(ours), unit, count / median(peer), ratio, detail=detail)
+    ratio = median(theirs / own for own, theirs in zip(ours, peer, strict=True))
+    detail = {"note": f"{count:,} texts a pass, the median of {len(ours)} passes in turn."}
+    return BenchmarkRow(
+        name, count / median(ours), unit, count / median(peer), ratio, detail=detail
+    )
 
 
-def _rates(
-    task: str, ours: Callable[[], object], engines: Sequence[str], model: Path,
-    texts: Sequence[str], work: Path, peers: str,
-) -> dict[str, tuple[list[float], list[float]]]:  # fmt: skip
-    """For each engine our seconds and its own, round by round."""
+def _in_turn(
+    task: str, ours: Callable[[], object], model: Path, texts: Sequence[str], work: Path, peers: str
+) -> dict[str, list[float]]:
+    """Seconds of each pass over the texts: of ours, and of each engine."""
     file = work / f"{task}-texts.json"
     file.write_text(json.dumps(list(texts)))
     with ExitStack() as stack:
-        passes = {
-            engine: stack.enter_context(
-                _peer([peers, engine_peer.__file__, task, engine, str(model), str(file)])
-            )
-            for engine in engines
-        }
-        own_seconds: dict[str, list[float]] = {}
-        seconds = in_turn({"ours": ours, **passes}, _ROUNDS)
-        own_seconds = {engine: seconds[engine] for engine in engines}
-    return {engine: (seconds["ours"], own) for engine, own in own_seconds.items()}
+        passes: dict[str, Callable[[], object]] = {"ours": ours}
+        for engine in _ENGINES:
+            command = [peers, engine_peer.__file__, task, engine, str(model), str(file)]
+            passes[engine] = stack.enter_context(_peer(command))
+        return in_turn(passes, _ROUNDS)
 
 
 @contextmanager
@@ -114,6 +105,8 @@ def _cross_encoder(folder: Path) -> Path:
 
     model: Any = AutoModelForSequenceClassification
     torch.manual_seed(0)
-    model.from_pretrained(minilm_folder(), num_labels=1, trust_remote_code=False).save_pretrained(folder)
+    model.from_pretrained(minilm_folder(), num_labels=1, trust_remote_code=False).save_pretrained(
+        folder
+    )
     AutoTokenizer.from_pretrained(minilm_folder(), trust_remote_code=False).save_pretrained(folder)
     return folder

@@ -1,8 +1,8 @@
 """The time of jobs on one node over that on four, with work that waits.
 
-The nodes are raylets on this machine, which has too few cores to show that computing scales. So the parser of a
-block of comments and the model of an actor wait beside what they do, and the jobs are the real ones: what keeps a
-node idle is their own order of tasks, Ray's scheduling, and the files.
+The nodes are raylets on this machine, which has too few cores to show that computing scales. So the parser of
+a block of comments and the model of an actor wait beside what they do. The jobs are the real ones: what keeps
+a node idle is their order of tasks, Ray's scheduling, and the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def measure(size: str, model: Artifact | None, work: Path) -> list[BenchmarkRow]
     """`model`: the ranker that embeds; None: that row is left out."""
     dumps = work / "dumps"
     shutil.rmtree(dumps, ignore_errors=True)
-    run_job("generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps)
+    run_job(
+        "generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps
+    )
 
     def prepare(output: Path) -> None:
         prepare_corpus.run(_parsed(prepare_corpus, "--format", "reddit", "--input", dumps,
@@ -74,8 +76,10 @@ def _row(
             began = time.perf_counter()
             job(output)
             seconds[nodes] = time.perf_counter() - began
-    note = (f"The job took {seconds[1]:.0f} s on one node and {seconds[_NODES]:.0f} s on four, of which {waiting:.0f} s "
-            f"and {waiting / _NODES:.0f} s are waits; nodes of {cores} cores, all on one machine.")  # fmt: skip
+    note = (
+        f"{seconds[1]:.0f} s on one node and {seconds[_NODES]:.0f} s on four, of which {waiting:.0f} s and "
+        f"{waiting / _NODES:.0f} s are waits. Nodes of this machine, with {cores} logical cores each."
+    )
     return BenchmarkRow(
         f"cluster.{name}.speedup_{_NODES}_nodes", seconds[1] / seconds[_NODES],
         "times as fast on 4 nodes", detail={"note": note, "seconds": seconds},
@@ -111,7 +115,7 @@ def wait_in_parser() -> None:
         time.sleep(_BLOCK_S)
         return parse_block(*arguments)
 
-    partition._parse_block = parse_late
+    partition._parse_block = parse_late  # type: ignore[assignment]
 
 
 def wait_in_model() -> None:
