@@ -54,14 +54,18 @@ class Config:
     """For convert and finetune: a corpus. For paper: one corpus for each task. For profile, search and
     serve: contexts of the first corpus are the questions, and the turns of all corpora are the
     candidates. For pretrain: a corpus instead of the sample corpora; it may be tokenized."""
+    peers: str = ""
+    """For embed: the Python of an environment with sentence-transformers[openvino,onnx], whose engines are
+    measured beside polyrank; empty: they are not."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
-    that was trained on the corpus; without one nothing is ranked."""
+    """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For cluster: the ranker that
+    embeds; without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without
+    one nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, length, plan; for finetune: bf16,
-    fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, length, plan, engines; for finetune:
+    bf16, fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -165,7 +169,7 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
     if config.part == "embed":
         from jobs.benchmarks import embed
 
-        return embed.measure(size, Path(config.data), work, only, encoder)
+        return embed.measure(size, Path(config.data), work, only, encoder, config.peers)
     if config.part == "gpu":
         from jobs.benchmarks import gpu
 
@@ -177,9 +181,9 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
 
         return intents.measure(size, Path(config.data), work)
     if config.part == "cluster":
-        from jobs.benchmarks import object_store
+        from jobs.benchmarks import object_store, scaling
 
-        return object_store.measure(size, work)
+        return scaling.measure(size, model, work) + object_store.measure(size, work)
     if config.part == "corpora":
         from jobs.benchmarks import corpora
 

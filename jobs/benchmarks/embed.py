@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from jobs import finetune
-from jobs.benchmarks import pool_plan, sequence_length
+from jobs.benchmarks import engines, pool_plan, sequence_length
 from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
 from pipeline import storage
@@ -45,19 +45,20 @@ _PASSAGES = {"small": 2_000, "full": 200_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "length", "plan"]
+Part = Literal["rate", "night", "length", "plan", "engines"]
 
 
 def measure(
-    size: str, data: Path, work: Path, only: Sequence[str], encoder: Path | None
+    size: str, data: Path, work: Path, only: Sequence[str], encoder: Path | None, peers: str
 ) -> list[BenchmarkRow]:
     """`only`: parts; none: all. `encoder`: folder of the encoder that the part `length` measures; None:
-    all-MiniLM."""
+    all-MiniLM. `peers`: the Python of the part `engines`; "": that part is left out."""
     for name in only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
     parts = set(only or get_args(Part))
-    needs_articles = parts - {"length", "plan"}
-    rows = _measure_pools(size, data, work, parts) if needs_articles else []
+    rows = _measure_pools(size, data, work, parts) if parts & {"rate", "night"} else []
+    if peers and "engines" in parts:
+        rows += engines.measure(size, list(_articles(data).values()), _replies(data), work, peers)
     if "length" in parts:
         rows.append(sequence_length.measure(size, encoder or minilm_folder()))
     if "plan" in parts:
@@ -255,6 +256,14 @@ def _articles(data: Path) -> Table:
         a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), ParseReport())
     )
     return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
+
+
+def _replies(data: Path) -> list[str]:
+    """The last sentence of each of ConvAI2's training dialogues' lines, each once."""
+    file = data / "convai2" / "derived" / "train_self_original_no_cands.txt"
+    require(file.is_file(), "data", str(data), f"a folder with {file.relative_to(data)}")
+    lines = (line.rstrip("\n").split("\t") for line in file.open())
+    return list(dict.fromkeys(words[1] for words in lines if len(words) > 1))
 
 
 def _first_texts(table: Table, count: int) -> Table:
