@@ -16,7 +16,6 @@ million candidates beside as many rows before take 18 to 25 s and 2.9 GB on 2 co
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +44,7 @@ NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
 _FOLDER = "_plan"
 _SMALL_ROWS = 1 << 20
-_MEMORY_SHARE = 0.25
+_MEMORY = "25%"  # of the machine's, or of the container's where that has a limit
 
 Files = Sequence[tuple[str, int]]
 """(part, or URI of a file of rows; its rows) each"""
@@ -204,10 +203,9 @@ def _compare(
 @contextmanager
 def _database() -> Iterator[Database]:
     """A database in a folder of its own, which is removed at the end. It downloads nothing."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with tempfile.TemporaryDirectory(prefix="polyrank-plan-") as folder:
         settings: dict[str, str | bool | int | float | list[str]] = {
-            "memory_limit": f"{memory * _MEMORY_SHARE / 1e6:.0f}MB",
+            "memory_limit": _MEMORY,
             "temp_directory": folder,
             "preserve_insertion_order": False,
             "autoinstall_known_extensions": False,
