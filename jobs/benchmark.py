@@ -31,37 +31,33 @@ class Config:
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     part: Literal[
         "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain",
-        "profile", "search", "serve",
+        "search", "serve",
     ]  # fmt: skip
     """The part to measure. It is the first argument; `--part` may stand before it."""
     size: Literal["small", "full"] = "small"
     """`small` takes minutes. `full` has the size that BENCHMARKS.md compares with the targets. For paper:
     which recipes of jobs/configs/finetune are trained."""
-    kills: int = 20
-    """For corpora: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
     with intent/banking77."""
-    table: Literal[2, 4, 5, "distill", "encoders"] = 5
-    """For paper: 2 negatives, 4 models, 5 inference time. distill: what poly-64 learns from a cross-encoder,
-    on a corpus of jobs.score_candidates. encoders: rankers from several encoders, beside those from the
-    first."""
+    table: Literal[4, "distill", "encoders"] = 4
+    """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
+    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several. For embed:
-    the encoder whose time is measured by the length of a text; all-MiniLM by default. For serve: one of
-    sentence-transformers, whose own services are measured beside polyrank's."""
+    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
+    For serve: one of sentence-transformers, whose own services are measured beside polyrank's."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: one corpus for each task. For profile, search and
-    serve: contexts of the first corpus are the questions, and the turns of all corpora are the
-    candidates. For pretrain: a corpus instead of the sample corpora; it may be tokenized."""
+    """For convert and finetune: a corpus. For paper: one corpus for each task. For search and serve:
+    contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
+    pretrain: a corpus instead of the sample corpora; it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
+    """For search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
     that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, length, plan; for finetune: bf16,
-    fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, plan; for finetune: bf16, fp32; for
+    serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -83,16 +79,14 @@ class Config:
     """Folder for inputs and results. The next run uses what it holds. For paper: any URI."""
 
     def __post_init__(self) -> None:
-        require(self.kills >= 0, "kills", self.kills, ">= 0")
         for name in ("seeds", "max_examples"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
         if self.part in ("finetune", "paper"):
             for name in ("encoder", "corpus"):
                 value = getattr(self, name)
                 require(bool(value), name, value, f"its URI, for {self.part}")
-            allows_several = self.part == "paper" and self.table != 5
-            require(allows_several or len(self.corpus) == 1, "corpus", self.corpus,
-                    "one, but for paper's tables other than 5")  # fmt: skip
+            is_one = self.part == "paper" or len(self.corpus) == 1
+            require(is_one, "corpus", self.corpus, "one, but for paper")
         allows_several = self.part == "paper" and self.table == "encoders"
         require(
             allows_several or len(self.encoder) <= 1,
@@ -105,7 +99,7 @@ class Config:
         require(is_url or not self.url, "url", self.url, "http://… or https://…")
         require(bool(self.pool) == bool(self.url), "pool", self.pool,
                 "the name of a pool, with url and only there")  # fmt: skip
-        if self.part in ("profile", "search", "serve"):
+        if self.part in ("search", "serve"):
             for name in ("corpus",) if self.url else ("model", "corpus"):
                 value = getattr(self, name)
                 require(bool(value), name, value, f"its URI, for {self.part}")
@@ -118,11 +112,13 @@ class Config:
             )
         if self.part == "convert":
             require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        takes_only = self.part in ("embed", "finetune") or (
-            self.part == "paper" and self.table != 5
+        takes_only = self.part in ("embed", "finetune", "paper", "serve")
+        require(
+            takes_only or not self.only,
+            "only",
+            self.only,
+            "none, but for embed, finetune, paper, serve",
         )
-        require(takes_only or self.part == "serve" or not self.only, "only", self.only,
-                "none, but for embed, finetune, serve, and paper's tables other than 5")  # fmt: skip
         if self.part == "pretrain":
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
         require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
@@ -142,7 +138,7 @@ def run(config: Config) -> program.Summary:
 
 def _measure(config: Config, work: Path, source: dict[str, str]) -> list[BenchmarkRow]:
     size, only = config.size, config.only
-    if config.part == "paper" and config.table != 5:
+    if config.part == "paper":
         from jobs.benchmarks.paper import sweep, trials
 
         setting = trials.Setting(
@@ -151,12 +147,11 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
         )  # fmt: skip
         return sweep.measure(config.table, config.corpus, only, config.seeds, setting)
     encoder_uri = config.encoder[0] if config.encoder else ""
-    reads_encoder = config.part in ("embed", "finetune", "paper") and encoder_uri
-    encoder = open_encoder(encoder_uri)[0].local() if reads_encoder else None
     model = open_artifact(config.model, "ranker") if config.model else None
-    if config.part == "finetune" and encoder:
+    if config.part == "finetune":
         from jobs.benchmarks import finetune_rate
 
+        encoder = open_encoder(encoder_uri)[0].local()
         return finetune_rate.measure(size, encoder, config.corpus[0], only, config.overrides, work)
     if config.part == "pretrain":
         from jobs.benchmarks import pretrain
@@ -165,7 +160,7 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
     if config.part == "embed":
         from jobs.benchmarks import embed
 
-        return embed.measure(size, Path(config.data), work, only, encoder)
+        return embed.measure(size, Path(config.data), work, only)
     if config.part == "gpu":
         from jobs.benchmarks import gpu
 
@@ -183,12 +178,8 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
     if config.part == "corpora":
         from jobs.benchmarks import corpora
 
-        return corpora.measure(size, work, config.kills)
+        return corpora.measure(size, work)
     opened = [open_artifact(uri, "corpus") for uri in config.corpus]
-    if config.part == "paper" and encoder:
-        from jobs.benchmarks.paper import inference_time
-
-        return inference_time.measure(size, encoder, opened[0])
     if config.part == "convert":
         from jobs.benchmarks import convert
 
@@ -203,10 +194,6 @@ def _measure(config: Config, work: Path, source: dict[str, str]) -> list[Benchma
         from jobs.benchmarks import search
 
         return search.measure(size, model, opened, work)
-    if config.part == "profile":
-        from jobs.benchmarks import hot_paths
-
-        return hot_paths.measure(size, model, opened, work)
     from jobs.benchmarks.serving import parts
 
     return parts.measure(size, model, opened, encoder_uri, only, work)

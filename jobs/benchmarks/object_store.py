@@ -97,7 +97,7 @@ def _store() -> Iterator[None]:
         _reach(process.stdout.readline().strip())
         yield
     finally:
-        kill_group(process)  # type: ignore[arg-type]
+        kill_group(process)
 
 
 def _reach(address: str) -> None:

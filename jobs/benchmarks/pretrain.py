@@ -3,15 +3,10 @@
 All sides train the same shape on the same tokens in the same precision, one thread a process. They run in
 turn, some rounds; a rate is the median over the intervals of all rounds, the first half of each run left out.
 The bare loop gets the very micro-batches of the job, from memory.
-
-The row by workers has the curve of the job alone: 1, 2, 4, … workers in turn, at most as many as there are
-cores, and micro-batches in a step. More than four workers need larger steps: with
-`--pretrain.batch-tokens 32768` a step has 16 micro-batches of 2,048 tokens.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,8 +67,9 @@ def measure(
         "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
         "--resources.cpus-per-worker", 1, *overrides,
     )))  # fmt: skip
-    sides = _sides_by_workers(options, work)
-    joint, two_workers = sides[1], sides[2]
+    joint, two_workers = (
+        _Side([*options, "--resources.workers", str(workers)], _STEPS, work) for workers in (1, 2)
+    )
     mlm = _Side([*options, "--pretrain.objective", "mlm"], _STEPS_BESIDE_TRAINER, work)
     bare, theirs, bare_pair = Rates(), Rates(), Rates()
     has_trainer = find_spec("accelerate") is not None
@@ -85,9 +81,6 @@ def measure(
             theirs += steady_rates(hf_trainer(mlm.arm, mlm.tokens_per_step()))
         two_workers.run()
         bare_pair += steady_rates(bare_loops(two_workers.arm, 2))
-        for workers, side in sides.items():
-            if workers > 2:
-                side.run()
 
     def about(steps: int) -> dict[str, object]:
         shape = f"{layers} layers of {width}, {joint.arm.precision}"
@@ -98,7 +91,6 @@ def measure(
     rows = [
         _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
         _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair, detail),
-        _by_workers(sides),
         BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
             detail={**detail, "largest of an interval": round(max(joint.waits), 4)}),
     ]  # fmt: skip
@@ -110,40 +102,6 @@ def measure(
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
               "accelerate; pip install -e '.[bench]'", flush=True)  # fmt: skip
     return rows
-
-
-def _sides_by_workers(options: Sequence[str], work: Path) -> dict[int, _Side]:
-    """The job with 1, 2, 4, … workers: always two, else at most as many as cores, and as micro-batches of a
-    step, of which each worker needs one."""
-
-    def side(workers: int) -> _Side:
-        return _Side([*options, "--resources.workers", str(workers)], _STEPS, work)
-
-    alone = side(1)
-    most = max(2, min(os.cpu_count() or 1, alone.config.pretrain.lanes))
-    return {1: alone} | {2**power: side(2**power) for power in range(1, most.bit_length())}
-
-
-def _by_workers(sides: Mapping[int, _Side]) -> BenchmarkRow:
-    """The rate of the job with the most workers, with the curve by workers. An efficiency of 1 means that N
-    workers train N times as many tokens a second as one."""
-    rates = {workers: median(side.rates) for workers, side in sides.items()}
-    efficiency = {workers: round(rate / (workers * rates[1]), 3) for workers, rate in rates.items()}
-    most = max(rates)
-    step_tokens = sides[1].config.pretrain.batch_tokens
-    return BenchmarkRow(
-        "pretrain.by_workers", rates[most], f"tokens/s, {most} workers",
-        detail={
-            "curve": {"x": "workers", "y": "tokens/s", "points": [list(point) for point in rates.items()]},
-            "efficiency": efficiency,
-            "tokens of a step at most": step_tokens,
-            "micro-batches of a step": sides[1].config.pretrain.lanes,
-            "cores": os.cpu_count(),
-            "spread": {workers: _spread(side.rates) for workers, side in sides.items()},
-            "note": f"{efficiency[most]:.2f} of {most} times the rate of one worker. With any number of "
-                    f"workers a step has at most {step_tokens:,} tokens; a worker has one thread.",
-        },
-    )  # fmt: skip
 
 
 def steady_rates(rates: Rates) -> Rates:

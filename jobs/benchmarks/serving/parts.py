@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.benchmarks import pictures
-from jobs.benchmarks.measure import BenchmarkRow, read_rows, samples_of
+from jobs.benchmarks.measure import BenchmarkRow, read_rows
 from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
@@ -50,8 +49,6 @@ PARTS = (
     "clients",
     "load",
     "fairness",
-    "burst",
-    "scaling",
     "rerank",
     "embed",
 )
@@ -243,67 +240,6 @@ class _OwnService(AnyService):
                 ratio=batched_rate / unbatched_rate,
                 detail={"in process, 16 together over one by one": process_gain, "note": about}),
         ]  # fmt: skip
-
-    def burst(self) -> list[BenchmarkRow]:
-        """A fifth of capacity; 200 more clients who always ask, for 8 s; and what is heard afterwards."""
-        size, rate = self.size, 0.2 * self.saturation
-        total_s = 2 * size.quiet_s + size.burst_s
-
-        def send_crowd() -> LoadResult:
-            time.sleep(size.quiet_s)
-            return clients(f"{url}/rank", self.bodies, size.burst_clients, size.burst_s)
-
-        with services.ranking(self.port, self.args) as url:
-            result, crowd = services.run_together(
-                lambda: self.send_poisson(url, [Step(total_s, rate)]), send_crowd
-            )
-        normal = result.between(1.0, size.quiet_s).successes().ms(50)
-        burst_end_s = size.quiet_s + size.burst_s
-        seconds = range(int(burst_end_s), int(total_s))
-        p50 = [result.between(second, second + 1.0).ms(50) for second in seconds]
-        late_seconds = [
-            second + 1.0 - burst_end_s
-            for second, ms in zip(seconds, p50, strict=True)
-            if ms > 2 * normal
-        ]
-        pictures.burst(result, crowd, size.quiet_s, burst_end_s, self.work / "burst.png")
-        after_burst = result.between(burst_end_s, total_s)
-        return [BenchmarkRow("serve.burst.seconds_to_normal", max([0.0, *late_seconds]), "s", detail={
-            "p50 before, ms": round(normal, 1), "requests/s": round(rate, 1),
-            "statuses before": result.between(0, size.quiet_s).statuses(),
-            "statuses during": result.between(size.quiet_s, burst_end_s).statuses(),
-            "statuses after": after_burst.statuses(), "the crowd's": crowd.statuses(),
-            "p50 of each second after, ms": [round(ms, 1) for ms in p50]})]  # fmt: skip
-
-    def scaling(self) -> list[BenchmarkRow]:
-        """Replicas follow a stepped load, there and back."""
-        size, saturation = self.size, self.saturation
-        max_replicas = max(2, (os.cpu_count() or 2) - 1)
-        steps = [
-            Step(size.quiet_s, 0.3 * saturation),
-            Step(2 * size.quiet_s, min(max_replicas, 1.1) * saturation),
-            Step(2 * size.quiet_s, 0.1 * saturation),
-        ]
-        options = {
-            "num_replicas": "auto",
-            "autoscaling_config": {
-                "min_replicas": 1, "max_replicas": max_replicas, "target_ongoing_requests": 4,
-                "upscale_delay_s": 3, "downscale_delay_s": 10,
-                "metrics_interval_s": 1, "look_back_period_s": 5,
-            },
-        }  # fmt: skip
-        with (
-            services.ranking(self.port, self.args, **options) as url,
-            samples_of(lambda: services.replicas(self.args.name), 0.5) as samples,
-        ):
-            result = self.send_poisson(url, steps)
-        pictures.scaling(result, samples, steps, self.work / "scaling.png")
-        counts = [int(count) for _, count in samples]
-        changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
-        lost_count = int(np.count_nonzero(~np.isin(result.status, (200, 429))))
-        return [BenchmarkRow("serve.scaling.requests_lost", lost_count, "requests", detail={
-            "replicas": changes, "statuses": result.statuses(),
-            "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
 
     def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""

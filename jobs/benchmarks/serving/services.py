@@ -124,12 +124,6 @@ def memory_mib() -> dict[str, float]:
     return {kind: round(value, 1) for kind, value in mib_of_kind.items()}
 
 
-def replicas(name: str) -> int:
-    """The number of running replicas of an application."""
-    deployments = serve.status().applications[name].deployments.values()
-    return sum(states.replica_states.get("RUNNING", 0) for states in deployments)
-
-
 def run_together(
     load: Callable[[], LoadResult], other_load: Callable[[], LoadResult]
 ) -> tuple[LoadResult, LoadResult]:
