@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -11,9 +12,7 @@ from jobs import program
 from jobs.benchmarks import measure
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
-from pipeline.artifact import open_artifact
 from pipeline.config import require
-from pipeline.models.sources import open_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,48 +80,43 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("seeds", "max_examples"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        if self.part in ("finetune", "paper"):
-            for name in ("encoder", "corpus"):
-                value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.part}")
-            is_one = self.part == "paper" or len(self.corpus) == 1
-            require(is_one, "corpus", self.corpus, "one, but for paper")
-        allows_several = self.part == "paper" and self.table == "encoders"
-        require(
-            allows_several or len(self.encoder) <= 1,
-            "encoder",
-            self.encoder,
-            "one, but for --table encoders",
-        )
+        for name in ("corpus",) if self.url else _NEEDED.get(self.part, ()):
+            value = getattr(self, name)
+            require(bool(value), name, value, f"its URI, for {self.part}")
+        takes_several = self.part in ("paper", "search", "serve") or len(self.corpus) <= 1
+        require(takes_several, "corpus", self.corpus, "one, but for paper, search and serve")
+        is_of_encoders = self.part == "paper" and self.table == "encoders"
+        require(is_of_encoders or len(self.encoder) <= 1, "encoder", self.encoder,
+                "one, but for --table encoders")  # fmt: skip
+        require(self.part in _WITH_ONLY or not self.only, "only", self.only,
+                f"none, but for {', '.join(_WITH_ONLY)}")  # fmt: skip
+        require(self.part in _TRAINING or not self.overrides, "part", self.part,
+                f"{', '.join(_TRAINING)}, with {' '.join(self.overrides)}")  # fmt: skip
         require(self.part == "serve" or not self.url, "url", self.url, "none, but for serve")
         is_url = self.url.startswith(("http://", "https://"))
         require(is_url or not self.url, "url", self.url, "http://… or https://…")
         require(bool(self.pool) == bool(self.url), "pool", self.pool,
                 "the name of a pool, with url and only there")  # fmt: skip
-        if self.part in ("search", "serve"):
-            for name in ("corpus",) if self.url else ("model", "corpus"):
-                value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.part}")
-        if self.url:
-            require(
-                set(self.only) <= {"clients", "load"},
-                "only",
-                self.only,
-                "clients, load, with a URL",
-            )
-        if self.part == "convert":
-            require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        takes_only = self.part in ("embed", "finetune", "paper", "serve")
-        require(
-            takes_only or not self.only,
-            "only",
-            self.only,
-            "none, but for embed, finetune, paper, serve",
-        )
-        if self.part == "pretrain":
-            require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
-        require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
-                f"finetune, paper, pretrain, with {' '.join(self.overrides)}")  # fmt: skip
+        is_of_url = not self.url or {*self.only} <= {"clients", "load"}
+        require(is_of_url, "only", self.only, "clients, load, with a URL")
+
+
+_NEEDED = {
+    "convert": ("corpus",),
+    "finetune": ("encoder", "corpus"),
+    "paper": ("encoder", "corpus"),
+    "search": ("model", "corpus"),
+    "serve": ("model", "corpus"),
+}
+_WITH_ONLY = ("embed", "finetune", "paper", "serve")
+_TRAINING = ("finetune", "paper", "pretrain")
+_MODULES = {
+    "cluster": "object_store",
+    "finetune": "finetune_rate",
+    "paper": "paper.sweep",
+    "serve": "serving.parts",
+}
+"""Modules of `jobs.benchmarks` that have another name than their part."""
 
 
 def run(config: Config) -> program.Summary:
@@ -130,73 +124,11 @@ def run(config: Config) -> program.Summary:
     if storage.is_local(config.work):
         Path(config.work).mkdir(parents=True, exist_ok=True)
     source = measure.source(config.size)
-    rows = _measure(config, Path(config.work).absolute(), source)
+    part = import_module(f"jobs.benchmarks.{_MODULES.get(config.part, config.part)}")
+    rows: list[BenchmarkRow] = part.measure(config, Path(config.work).absolute())
     measure.report(rows, config.json, source)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}
-
-
-def _measure(config: Config, work: Path, source: dict[str, str]) -> list[BenchmarkRow]:
-    size, only = config.size, config.only
-    if config.part == "paper":
-        from jobs.benchmarks.paper import sweep, trials
-
-        setting = trials.Setting(
-            config.encoder, size, config.split, config.max_examples, config.overrides,
-            storage.absolute(config.work),
-        )  # fmt: skip
-        return sweep.measure(config.table, config.corpus, only, config.seeds, setting)
-    encoder_uri = config.encoder[0] if config.encoder else ""
-    model = open_artifact(config.model, "ranker") if config.model else None
-    if config.part == "finetune":
-        from jobs.benchmarks import finetune_rate
-
-        encoder = open_encoder(encoder_uri)[0].local()
-        return finetune_rate.measure(size, encoder, config.corpus[0], only, config.overrides, work)
-    if config.part == "pretrain":
-        from jobs.benchmarks import pretrain
-
-        return pretrain.measure(size, config.corpus, config.overrides, work)
-    if config.part == "embed":
-        from jobs.benchmarks import embed
-
-        return embed.measure(size, Path(config.data), work, only)
-    if config.part == "gpu":
-        from jobs.benchmarks import gpu
-
-        return gpu.measure(
-            config.device, lambda rows: measure.write_rows(rows, config.json, source)
-        )
-    if config.part == "intents":
-        from jobs.benchmarks import intents
-
-        return intents.measure(size, Path(config.data), work)
-    if config.part == "cluster":
-        from jobs.benchmarks import object_store
-
-        return object_store.measure(size, work)
-    if config.part == "corpora":
-        from jobs.benchmarks import corpora
-
-        return corpora.measure(size, work)
-    opened = [open_artifact(uri, "corpus") for uri in config.corpus]
-    if config.part == "convert":
-        from jobs.benchmarks import convert
-
-        return convert.measure(size, opened[0], model, work)
-    if config.part == "serve" and config.url:
-        from jobs.benchmarks.serving import any_service
-
-        url = config.url.rstrip("/")
-        return any_service.measure(size, url, config.pool, opened, only, work)
-    assert model is not None
-    if config.part == "search":
-        from jobs.benchmarks import search
-
-        return search.measure(size, model, opened, work)
-    from jobs.benchmarks.serving import parts
-
-    return parts.measure(size, model, opened, encoder_uri, only, work)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.dataset as arrow_dataset
 
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
@@ -24,8 +25,8 @@ _COMMENTS = {"small": (100_000, 300_000, 1_000_000), "full": (1_000_000, 3_000_0
 _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 
 
-def measure(size: str, work: Path) -> list[BenchmarkRow]:
-    dumps = {n: _dump(n, work) for n in _COMMENTS[size]}
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    dumps = {n: _dump(n, work) for n in _COMMENTS[config.size]}
     runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
     largest = max(dumps)
     return [_rate(dumps[largest], runs), _growth(runs), _reader(work / f"corpus-{largest}")]

@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from jobs import finetune
+from jobs.benchmark import Config
 from jobs.benchmarks import pool_plan
 from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
@@ -48,32 +49,25 @@ Table = dict[str, str]
 Part = Literal["rate", "night", "plan"]
 
 
-def measure(size: str, data: Path, work: Path, only: Sequence[str]) -> list[BenchmarkRow]:
-    """`only`: parts; none: all."""
-    for name in only:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    for name in config.only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
-    parts = set(only or get_args(Part))
-    rows = _measure_pools(size, data, work, parts) if parts != {"plan"} else []
+    size, parts = config.size, config.only or get_args(Part)
+    rows = list[BenchmarkRow]()
+    if "rate" in parts or "night" in parts:
+        model, articles = _model(work), _articles(Path(config.data))
+        if "rate" in parts:
+            rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
+        if "night" in parts:
+            passages = {
+                f"{name}.{number}": text
+                for name, article in articles.items()
+                for number, text in enumerate(article.split("\n"))
+                if len(text) > 100
+            }
+            rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
     if "plan" in parts:
         rows.append(pool_plan.measure(size, work))
-    return rows
-
-
-def _measure_pools(size: str, data: Path, work: Path, parts: Set[str]) -> list[BenchmarkRow]:
-    """The parts that embed articles and their paragraphs."""
-    model = _model(work)
-    articles = _articles(data)
-    passages = {
-        f"{name}.{number}": text
-        for name, article in articles.items()
-        for number, text in enumerate(article.split("\n"))
-        if len(text) > 100
-    }
-    rows = list[BenchmarkRow]()
-    if "rate" in parts:
-        rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
-    if "night" in parts:
-        rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
     return rows
 
 

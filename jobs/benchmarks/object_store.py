@@ -19,6 +19,7 @@ from typing import Any
 from werkzeug.serving import make_server
 
 from jobs import cluster
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, kill_group
 from jobs.demo_stages import SECONDS, run_stage
 from pipeline import storage
@@ -31,10 +32,11 @@ _RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "convert_small.ya
 _BUCKET = "s3://lake"
 
 
-def measure(size: str, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Both sides in turn. Equal fingerprints show that the jobs' outputs are the same on both."""
     if not (find_spec("moto") and find_spec("boto3")):
         raise BadInput("the packages moto and boto3 are not installed: pip install -e '.[bench]'")
+    size = config.size
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
     fingerprints = set[tuple[str, ...]]()
     with _store(), cluster.session():

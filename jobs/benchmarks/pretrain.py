@@ -8,7 +8,7 @@ The bare loop gets the very micro-batches of the job, from memory.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
 from jobs import pretrain as pretrain_job
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
 from jobs.sample_data import sample
@@ -50,13 +51,9 @@ _STEP_TOKENS = 8_192
 _MICRO_BATCHES = 4  # of a step: two workers have two each, and four one
 
 
-def measure(
-    size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path
-) -> list[BenchmarkRow]:
-    """`corpus`: one corpus, tokenized or not; none: the sample corpora. `overrides`: options of
-    jobs.pretrain, for all sides."""
-    work = work / "pretrain"
-    uri = tokens(size, corpus[0] if corpus else "", work)
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    size, work = config.size, work / "pretrain"
+    uri = tokens(size, config.corpus[0] if config.corpus else "", work)
     layers, width, heads = _SHAPE[size]
     options = list(map(str, (
         "--corpus", uri, "--shape.layers", layers, "--shape.width", width,
@@ -65,7 +62,7 @@ def measure(
         "--pretrain.micro-batch-tokens", _STEP_TOKENS // _MICRO_BATCHES,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
-        "--resources.cpus-per-worker", 1, *overrides,
+        "--resources.cpus-per-worker", 1, *config.overrides,
     )))  # fmt: skip
     joint, two_workers = (
         _Side([*options, "--resources.workers", str(workers)], _STEPS, work) for workers in (1, 2)

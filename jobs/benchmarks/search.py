@@ -20,10 +20,11 @@ import pyarrow as pa
 import torch
 
 from jobs import cluster, embed_pool
+from jobs.benchmark import Config
 from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, FileEntry
+from pipeline.artifact import Artifact, FileEntry, open_artifact
 from pipeline.config import BadInput, digest, require
 from pipeline.engine.draft import Draft, draft
 from pipeline.models import inference
@@ -56,10 +57,10 @@ _SHARD_ROWS = 16_384
 _MIXED = 0.35
 
 
-def measure(
-    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
+    size, model = config.size, open_artifact(config.model, "ranker")
+    corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
     ranker = poly_encoder(model)
     count = max(_CHECKED[size], _QUESTIONS[size])
     contexts, texts = read_contexts(corpora[0], count), read_texts(corpora, _EMBEDDED[size])

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from jobs import benchmark
 from jobs import pretrain as pretrain_job
 from jobs.benchmarks import pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
@@ -114,7 +115,8 @@ def test_the_trainer_reads_the_pairs_of_the_job(recipe):
 @pytest.mark.long
 def test_rows(in_process, corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
-    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    config = benchmark.Config(part="pretrain", corpus=(corpus,), overrides=TINY)
+    found = pretrain.measure(config, tmp_path)
     rows = {row.row: row for row in found}
     names = {"pretrain.vs_bare_loop", "pretrain.scaling_two_workers"}
     if find_spec("accelerate"):
@@ -136,5 +138,6 @@ def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monk
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
     monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
     monkeypatch.setattr(pretrain, "bare_loops", lambda arm, processes: [1.0] * 4)
-    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    config = benchmark.Config(part="pretrain", corpus=(corpus,), overrides=TINY)
+    found = pretrain.measure(config, tmp_path)
     assert "pretrain.vs_hf_trainer" not in {row.row for row in found}

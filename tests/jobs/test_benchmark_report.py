@@ -60,6 +60,7 @@ def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path
 def test_every_target_of_the_issue_has_its_bound_here(shared):
     wanted = json.loads((shared / "targets.json").read_text())
     assert wanted.keys() == BY_ROW.keys()
+    assert len(TARGETS) == len(BY_ROW), "each once"
     for row, bounds in wanted.items():
         assert (BY_ROW[row].minimum, BY_ROW[row].maximum) == (
             bounds.get("min"),

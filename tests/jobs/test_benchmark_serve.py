@@ -181,7 +181,10 @@ def test_a_service_that_refuses_the_first_requests_is_not_measured(measure_there
     [
         (("--url", "localhost:8000", "--pool", "a"), "url: 'localhost:8000' is not allowed"),
         (("--url", "http://localhost:8000"), "pool: '' is not allowed"),
-        (("--url", "http://localhost:8000", "--pool", "a", "--only", "overhead"), "only: ('overhead',)"),
+        (
+            ("--url", "http://localhost:8000", "--pool", "a", "--only", "overhead"),
+            "only: ('overhead',)",
+        ),
         (("--pool", "a", "--model", "m"), "pool: 'a' is not allowed"),
     ],
 )

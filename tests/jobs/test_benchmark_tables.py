@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from jobs import finetune
+from jobs import benchmark, finetune
 from jobs.benchmarks.paper import sweep, trials
 from jobs.benchmarks.paper.tables import TABLES
-from jobs.benchmarks.paper.trials import Outcome, Setting
+from jobs.benchmarks.paper.trials import Outcome
 from pipeline import storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput
@@ -31,9 +31,10 @@ def encoder(tiny_ranker) -> Path:
 
 
 @pytest.fixture
-def setting(encoder, tmp_path) -> Setting:
+def setting(encoder, tmp_path) -> benchmark.Config:
     overrides = tuple(map(str, SHORT))
-    return Setting((str(encoder),), "small", "valid", 50, overrides, str(tmp_path / "work"))
+    return benchmark.Config(part="paper", encoder=(str(encoder),), corpus=("c",), max_examples=50,
+                            overrides=overrides, work=str(tmp_path / "work"))  # fmt: skip
 
 
 @pytest.fixture
@@ -88,10 +89,10 @@ def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2
         rules = job.ask.rules(convai2_corpus)
         return job.train.ranker.max_context_tokens, rules.source, rules.candidates
 
-    free = Setting(setting.encoders, "small", "valid", 50, (), setting.work)
+    free = replace(setting, overrides=())
     assert plan(4, "bi", task="dstc7", setting=free).train.ranker.max_context_tokens == 128
     assert plan(4, "bi", task="starspace", setting=free).train.ranker.max_context_tokens == 96
-    full = Setting(setting.encoders, "full", "valid", 50, (), setting.work)
+    full = replace(setting, overrides=(), size="full")
     assert plan(4, "bi", setting=full).train.resources.workers == 8
     assert described("dstc7") == (48, "given", 100)
     assert described("wikipedia") == (48, "others", 10_001)
@@ -99,23 +100,21 @@ def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2
 
 
 def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
-    own = plan(4, "bi").evaluation
+    own, longer = plan(4, "bi").evaluation, (*setting.overrides, "--finetune.epochs", "2")
     changed = [
         plan(4, "bi", seed=1),
         plan(4, "poly-16"),
         plan(4, "cross"),
-        plan(4, "bi", setting=Setting(setting.encoders, "small", "valid", 50,
-                                      (*setting.overrides, "--finetune.epochs", "2"), setting.work)),
-        plan(4, "bi", setting=Setting(setting.encoders, "small", "valid", 49, setting.overrides,
-                                      setting.work)),
-    ]  # fmt: skip
+        plan(4, "bi", setting=replace(setting, overrides=longer)),
+        plan(4, "bi", setting=replace(setting, max_examples=49)),
+    ]
     assert len({own, *(job.evaluation for job in changed)}) == 6
     assert changed[-1].train.output == plan(4, "bi").train.output  # asked less, trained the same
 
 
 def test_options_hold_for_all_rows(plan, setting):
     more = ("--finetune.epochs", "2", "--finetune.chunk-examples", "16")
-    other = Setting(setting.encoders, "small", "valid", 50, (*setting.overrides, *more), "w")
+    other = replace(setting, overrides=(*setting.overrides, *more))
     config = plan(4, "poly-64", seed=1, setting=other).train
     assert (config.finetune.epochs, config.finetune.chunk_examples, config.loop.seed) == (2, 16, 1)
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from ray.exceptions import OutOfMemoryError
 
 from jobs import evaluate, finetune
+from jobs.benchmark import Config
 from jobs.benchmarks.paper.tables import Trial
 from pipeline import storage, tracking
 from pipeline.arrays import Ints
@@ -44,23 +45,6 @@ _TASKS: dict[str, tuple[str, protocols.Name]] = {
     "starspace": ("wikipedia", "wikipedia"),
 }
 _UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Settings that all trials of a sweep share."""
-
-    encoders: tuple[str, ...]
-    """One, but for the table that compares them."""
-    size: Literal["small", "full"]
-    """Size of the recipes."""
-    split: Literal["valid", "test"]
-    max_examples: int
-    """Most examples of the split."""
-    overrides: tuple[str, ...]
-    """More options of jobs.finetune, for all trials."""
-    work: str
-    """URI of the folder for what trials make."""
 
 
 @dataclass(frozen=True)
@@ -126,24 +110,26 @@ def protocol(task: str) -> protocols.Name:
     return _TASKS.get(task, _UNKNOWN_TASK)[1]
 
 
-def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
+def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
-    files = recipe(task, trial.architecture, setting.size)
-    changes = {"encoder": setting.encoders[0], **trial.changes}
+    files = recipe(task, trial.architecture, config.size)
+    changes = {"encoder": config.encoder[0], **trial.changes}
     arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
              "--output", "not yet known"]  # fmt: skip
     arguments += [f"--{name}={value}" for name, value in changes.items()]
-    arguments += [f"--loop.seed={seed}", *setting.overrides]
+    arguments += [f"--loop.seed={seed}", *config.overrides]
     # A trial reads only some of the options for all trials.
     train = parse(finetune.Config, arguments, "jobs.finetune", allow_unread=True)
     _, encoder = _open_encoder(train.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
-    folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
+    folder = storage.join(
+        storage.absolute(config.work), "trials", f"{task}-{trial.architecture}-{request}"
+    )
     train = replace(train, output=storage.join(folder, "ranker"))
     evaluation = evaluate.Config(
-        model=(train.output,), corpus=corpus.uri, split=setting.split,
+        model=(train.output,), corpus=corpus.uri, split=config.split,
         protocol=protocol(task),
-        max_examples=setting.max_examples, latency_queries=0,
+        max_examples=config.max_examples, latency_queries=0,
     )  # fmt: skip
     evaluation_request = request_of(
         "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from jobs.benchmark import Config
 from jobs.benchmarks import pictures
 from jobs.benchmarks.inputs import read_contexts
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.load import LoadResult, Step, clients, poisson
-from pipeline.artifact import Artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 
 PARTS = ("clients", "load")
@@ -52,19 +53,15 @@ SIZES = {
 }
 
 
-def measure(
-    size: str, url: str, pool: str, corpora: Sequence[Artifact], only: Sequence[str], work: Path
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Measures a service that is already there. Raises BadInput if it does not answer."""
-    sizes, work = SIZES[size], work / "serve"
-    work.mkdir(parents=True, exist_ok=True)
-    contexts = read_contexts(corpora[0], sizes.questions)
-    service = AnyService(
-        request_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict
-    )
+    size, url = SIZES[config.size], config.url.rstrip("/")
+    contexts = read_contexts(open_artifact(config.corpus[0], "corpus"), size.questions)
+    bodies = request_bodies(contexts, config.pool)
+    service = AnyService(bodies, size, work, lambda: nullcontext(url), dict)
     require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
     report_rows = list[BenchmarkRow]()
-    for part in only or PARTS:
+    for part in config.only or PARTS:
         print(f"{part} …", flush=True)
         report_rows += getattr(service, part)()
     return report_rows

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
-from jobs.benchmarks.serving import services
+from jobs.benchmarks.serving import any_service, services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
     SIZES,
@@ -37,71 +38,52 @@ from jobs.benchmarks.serving.baselines import InProcess, Noop
 from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
 from jobs.benchmarks.serving.peers import Peer, peers
-from pipeline.artifact import Artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
 from serve.http.bearer_tokens import HASHES
 from serve.limits import Limits
 
-PARTS = (
-    "overhead",
-    "throughput",
-    "clients",
-    "load",
-    "fairness",
-    "rerank",
-    "embed",
-)
+PARTS = ("overhead", "throughput", "clients", "load", "fairness", "rerank", "embed")
+_PEERS = ("rerank", "embed")  # beside others' services
 _POOL = "candidates"
 _IN_PROXIES = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
-def measure(
-    size: str,
-    model: Artifact,
-    corpora: Sequence[Artifact],
-    encoder: str,
-    only: Sequence[str],
-    work: Path,
-) -> list[BenchmarkRow]:
-    """`model`: a poly-encoder. `encoder`: one of sentence-transformers, for others' services; "": they are
-    left out. `only`: parts; none: all. Pictures are written to `work`."""
-    sizes, work = SIZES[size], work / "serve"
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    """Measures the service at the URL, or starts one. A picture is written to `work`."""
+    work = work / "serve"
     work.mkdir(parents=True, exist_ok=True)
-    selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
-    require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
+    if config.url:
+        return any_service.measure(config, work)
+    size, encoder = SIZES[config.size], "".join(config.encoder)
+    model = open_artifact(config.model, "ranker")
+    corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+    selected = [p for p in PARTS if p in (config.only or PARTS) and (encoder or p not in _PEERS)]
+    require(bool(encoder) or not {*_PEERS} & {*config.only}, "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, texts = read_questions_and_candidates(corpora, sizes.questions, sizes.candidates)
+    contexts, texts = read_questions_and_candidates(corpora, size.questions, size.candidates)
     args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
-    report_rows = list[BenchmarkRow]()
+    rows, bodies = list[BenchmarkRow](), request_bodies(contexts, _POOL)
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
         service = _OwnService(
-            request_bodies(contexts, _POOL),
-            sizes,
-            work,
-            running,
-            services.memory_mib,
-            port,
-            args,
-            contexts,
+            bodies, size, work, running, services.memory_mib, port, args, contexts
         )
-        for part in PARTS:
-            if part not in selected:
-                continue
+        for part in selected:
             print(f"{part} …", flush=True)
             try:
-                if part in ("rerank", "embed"):
-                    report_rows += service.beside_peers(part, encoder, texts)
+                if part in _PEERS:
+                    rows += service.beside_peers(part, encoder, texts)
                 else:
-                    report_rows += getattr(service, part)()
+                    rows += getattr(service, part)()
             except BadInput as problem:  # the other parts count nevertheless
-                report_rows.append(
+                rows.append(
                     BenchmarkRow(f"serve.{part}", None, "", detail={"failed": str(problem)})
                 )
     if "overhead" in selected and not os.environ.get(_IN_PROXIES):
-        report_rows.append(_with_haproxy(size, model, corpora, work))
-    return report_rows
+        rows.append(_with_haproxy(config, work))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -276,19 +258,16 @@ def _p99(seconds: Sequence[float]) -> float:
     return 1e3 * float(np.percentile(seconds, 99))
 
 
-def _with_haproxy(
-    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
-) -> BenchmarkRow:
+def _with_haproxy(config: Config, work: Path) -> BenchmarkRow:
     """The overhead again, where Serve's proxies are HAProxy: it is chosen when Ray is imported."""
     file = work / "haproxy.json"
-    command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", size, "--model", model.uri,
-               "--only", "overhead", "--work", str(work.parent), "--json", str(file),
-               *(word for corpus in corpora for word in ("--corpus", corpus.uri))]  # fmt: skip
+    command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", config.size, "--model",
+               config.model, "--corpus", *config.corpus, "--only", "overhead", "--work", str(work.parent),
+               "--json", str(file)]  # fmt: skip
     subprocess.run(command, env={**os.environ, _IN_PROXIES: "1"}, check=False, capture_output=True)
     if not file.exists():
-        return BenchmarkRow(
-            "serve.rank_100k.overhead_haproxy_ms", None, "ms", detail={"failed": " ".join(command)}
-        )
+        name = "serve.rank_100k.overhead_haproxy_ms"
+        return BenchmarkRow(name, None, "ms", detail={"failed": " ".join(command)})
     (row,) = read_rows(file)
     file.unlink()
     return row
