@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import dashboard, packages, program, workflow
+from jobs.__main__ import VERBS
 from jobs.dashboard import first_line
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, choice_options, require
@@ -135,7 +136,7 @@ def run(config: Config) -> program.Summary:
 def _pack(config: Config) -> _Parcel:
     """Raises BadInput for an unknown job, for files that cannot be uploaded, and for too large an upload."""
     verb, *arguments = config.command or ("",)
-    verbs = sorted(file.stem for file in (packages.ROOT / "jobs").glob("*.py") if _is_job(file))
+    verbs = sorted({*VERBS} - {"submit"})
     require(verb in verbs, "--", verb, f"a job: {', '.join(verbs)}")
     files = packages.files()
     step = workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments))
@@ -207,10 +208,6 @@ def _settings_of_workflow(step: workflow.Step) -> set[str]:
             and ".." not in Path(word).parts and Path(word).is_file()
         } | _settings_of_workflow(inner_step)  # fmt: skip
     return names
-
-
-def _is_job(file: Path) -> bool:
-    return file.stem != "submit" and "program.main(" in file.read_text()
 
 
 def environment(names: tuple[str, ...] = ()) -> dict[str, str]:

@@ -58,7 +58,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     size, url = SIZES[config.size], config.url.rstrip("/")
     contexts = read_contexts(open_artifact(config.corpus[0], "corpus"), size.questions)
     bodies = request_bodies(contexts, config.pool)
-    service = AnyService(bodies, size, work, lambda: nullcontext(url), dict)
+    service = AnyService(bodies, size, work, lambda: nullcontext(url))
     require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
     report_rows = list[BenchmarkRow]()
     for part in config.only or PARTS:
@@ -83,8 +83,6 @@ class AnyService:
     work: Path
     running: Callable[[], AbstractContextManager[str]]
     """The URL of the service, as long as it is needed."""
-    memory_mib: Callable[[], dict[str, float]]
-    """Memory of the service's processes; empty, if they are not on this machine."""
 
     @functools.cached_property
     def saturation(self) -> float:
@@ -131,12 +129,10 @@ class AnyService:
                 result = self.send_poisson(url, [Step(self.size.seconds, share * saturation)])
                 curve.append(_point(result, share * saturation))
             steady = self.send_poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
-            memory_before = self.memory_mib()
             overload, health = services.run_together(
                 lambda: self.send_poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
                 lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
             )
-            memory_after = self.memory_mib()
         pictures.load(curve, self.work / "load.png")
         refused = overload.select(overload.status == 429)
         successes = overload.successes()
@@ -156,7 +152,6 @@ class AnyService:
                     "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after,
                     "note": f"{self.size.overload_s:.0f} s."}),
         ]  # fmt: skip
 

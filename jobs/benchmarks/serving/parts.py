@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +67,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     rows, bodies = list[BenchmarkRow](), request_bodies(contexts, _POOL)
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
-        service = _OwnService(
-            bodies, size, work, running, services.memory_mib, port, args, contexts
-        )
+        service = _OwnService(bodies, size, work, running, port, args, contexts)
         for part in selected:
             print(f"{part} …", flush=True)
             try:
@@ -98,7 +96,7 @@ class _OwnService(AnyService):
         """One request at a time: the service, the same work in a process, and a deployment that does none.
 
         Each question goes to all three before the next one: between two requests to a service its model
-        leaves the processor's cache, which it does not in a process that ranks without a pause.
+        leaves the processor's cache.
         """
         service_seconds, process_seconds, noop_seconds = list[float](), list[float](), list[float]()
         with (
@@ -108,34 +106,27 @@ class _OwnService(AnyService):
             closing(Client(f"{url}/rank")) as rank_client,
             closing(Client(f"{noop}/")) as noop_client,
         ):
-            for body, context in self._questions(3 * self.size.rounds * self.size.seconds):
+            end = time.perf_counter() + 3 * self.size.rounds * self.size.seconds
+            for body, context in itertools.cycle(zip(self.bodies, self.contexts, strict=True)):
+                if time.perf_counter() > end:
+                    break
                 service_seconds.append(rank_client.ask(body))
                 process_seconds.append(services.result(process.time_once.remote(context)))
                 noop_seconds.append(noop_client.ask(body))
-            unpaused_run = process.times_alone.remote(self.contexts, self.size.seconds)
-            unpaused_ms = 1e3 * float(np.median(services.result(unpaused_run)))
         service_ms, process_ms, noop_ms = (
             1e3 * float(np.median(times))
             for times in (service_seconds, process_seconds, noop_seconds)
         )
         detail = {
-            "p50 of the service, ms": round(service_ms, 2), "p99": round(_p99(service_seconds), 2),
+            "p50 of the service, ms": round(service_ms, 2),
             "p50 in process, ms": round(process_ms, 2),
-            "p50 in process without a pause, ms": round(unpaused_ms, 2),
             "p50 of an empty deployment, ms": round(noop_ms, 2),
             "overhead over the empty deployment's": round((service_ms - process_ms) / noop_ms, 2),
             "note": f"{self.size.candidates:,} candidates, {len(service_seconds):,} requests.",
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
-        return [
-            BenchmarkRow(
-                f"serve.rank_100k.{name}",
-                service_ms - process_ms,
-                "ms",
-                peer=noop_ms,
-                detail=detail,
-            )
-        ]
+        row, difference = f"serve.rank_100k.{name}", service_ms - process_ms
+        return [BenchmarkRow(row, difference, "ms", peer=noop_ms, detail=detail)]
 
     def fairness(self) -> list[BenchmarkRow]:
         """A client of 5 requests a second, alone, beside one that asks at twice the service's capacity with
@@ -178,21 +169,12 @@ class _OwnService(AnyService):
                 ("serve.heavy.p99_over_alone", 99, beside_heavy, of_heavy, "Beside 4 lists/s."))
         ]  # fmt: skip
 
-    def _questions(self, seconds: float) -> Iterator[tuple[bytes, list[str]]]:
-        """(request body, context) of one question after the other, for so long."""
-        end = time.perf_counter() + seconds
-        for question in itertools.cycle(zip(self.bodies, self.contexts, strict=True)):
-            if time.perf_counter() > end:
-                return
-            yield question
-
     def throughput(self) -> list[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
         unbatched_args = self.args.model_copy(
             update={"name": "apart", "limits": Limits(batch_rows=1)}
         )
         rates: dict[str, list[float]] = {side: [] for side in ("batched", "apart", "process")}
-        alone_s = list[float]()
         with (
             services.ranking(self.port, self.args) as url,
             services.ranking(self.port, unbatched_args) as url_apart,
@@ -205,22 +187,19 @@ class _OwnService(AnyService):
                 rates["process"].append(
                     services.result(process.batch_rate.remote(self.contexts, seconds))
                 )
-                alone_s += services.result(process.times_alone.remote(self.contexts, seconds / 2))
         batched_rate, unbatched_rate, process_rate = (
             float(np.median(values)) for values in rates.values()
         )
         rounds = {
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
         }
-        process_gain = round(process_rate * float(np.mean(alone_s)), 2)
         size = self.size
         about = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
         return [
             BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
                 ratio=batched_rate / process_rate, detail={**rounds, "note": about}),
             BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
-                ratio=batched_rate / unbatched_rate,
-                detail={"in process, 16 together over one by one": process_gain, "note": about}),
+                ratio=batched_rate / unbatched_rate, detail={"note": about}),
         ]  # fmt: skip
 
     def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
@@ -252,10 +231,6 @@ class _OwnService(AnyService):
                         "note": f"{len(text_lists[0]) - (task == 'rerank')} texts a request, "
                                 f"{CLIENTS} clients, {cores} threads on each side."}))  # fmt: skip
         return rows
-
-
-def _p99(seconds: Sequence[float]) -> float:
-    return 1e3 * float(np.percentile(seconds, 99))
 
 
 def _with_haproxy(config: Config, work: Path) -> BenchmarkRow:
