@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,10 @@ from jobs import program
 from jobs.benchmarks import measure
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
+from pipeline.artifact import open_artifact
 from pipeline.config import require
+from pipeline.models.sources import open_encoder
+from pipeline.training.pretraining_settings import TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +75,9 @@ class Config:
     overrides: tuple[str, ...] = ()
     """For finetune and paper: options of jobs.finetune. For pretrain: options of jobs.pretrain. They may
     be written like the job's own options."""
-    json: str = ""
+    json: str = field(default="", metadata=program.OUTPUT)
     """File for the rows of the report."""
-    work: str = ".benchmark"
+    work: str = field(default=".benchmark", metadata=program.OUTPUT)
     """Folder for inputs and results. The next run uses what it holds. For paper: any URI."""
 
     def __post_init__(self) -> None:
@@ -88,6 +91,10 @@ class Config:
         is_of_encoders = self.part == "paper" and self.table == "encoders"
         require(is_of_encoders or len(self.encoder) <= 1, "encoder", self.encoder,
                 "one, but for --table encoders")  # fmt: skip
+        names = {storage.name_of(uri) for uri in self.encoder}
+        require(
+            len(names) == len(self.encoder), "encoder", self.encoder, "folders of different names"
+        )
         require(self.part in _WITH_ONLY or not self.only, "only", self.only,
                 f"none, but for {', '.join(_WITH_ONLY)}")  # fmt: skip
         require(self.part in _TRAINING or not self.overrides, "part", self.part,
@@ -120,7 +127,13 @@ _MODULES = {
 
 
 def run(config: Config) -> program.Summary:
-    """A part imports its libraries only where it is measured."""
+    # A wrong input is refused before a part imports its libraries, which takes seconds.
+    for uri in config.encoder:
+        open_encoder(uri)
+    for uri in config.corpus:
+        open_artifact(uri, "corpus", TOKENS)
+    if config.model:
+        open_artifact(config.model, "ranker")
     if storage.is_local(config.work):
         Path(config.work).mkdir(parents=True, exist_ok=True)
     source = measure.source(config.size)

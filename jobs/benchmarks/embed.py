@@ -219,11 +219,7 @@ def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
 
 def _model(work: Path) -> str:
     """all-MiniLM as a bi-encoder of this project, without training."""
-    config = BiConfig(
-        share_towers=True,
-        max_context_tokens=_TOKENS,
-        max_candidate_tokens=_TOKENS,
-    )
+    config = BiConfig(share_towers=True, max_context_tokens=_TOKENS, max_candidate_tokens=_TOKENS)
     uri = str(work / "minilm")
     settings = finetune.Config(corpus="", encoder="", output=uri, ranker=config)
     out = draft(uri, "ranker", settings, {})

@@ -56,11 +56,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
         f"{_COMMENTS[size]:,} comments: {seconds['store']:.0f} s over {seconds['local']:.0f} s, mostly the "
         f"start of jobs. {1e3 * _DELAY_S:.0f} ms of delay."
     )
-    detail = {
-        "note": note,
-        "seconds": seconds,
-        "stages": sides,
-    }
+    detail = {"note": note, "seconds": seconds, "stages": sides}
     return [
         BenchmarkRow(
             "cluster.s3.time_over_local", ratio, "of the time over local files", detail=detail

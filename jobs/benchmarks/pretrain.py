@@ -34,10 +34,7 @@ from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]
 
-_SAMPLE = {
-    "small": sample.Size(),
-    "full": sample.Size(reddit_threads=40_000),
-}
+_SAMPLE = {"small": sample.Size(), "full": sample.Size(reddit_threads=40_000)}
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
 _STEPS, _STEPS_BESIDE_TRAINER = 40, 16  # the Trainer takes twice the time and more
@@ -108,10 +105,7 @@ def steady_rates(rates: Rates) -> Rates:
 
 def _row(name: str, ours: Rates, peer: Rates, detail: Mapping[str, object]) -> BenchmarkRow:
     our_rate, peer_rate = median(ours), median(peer)
-    spread = {
-        "spread of ours": _spread(ours),
-        "spread of the peer": _spread(peer),
-    }
+    spread = {"spread of ours": _spread(ours), "spread of the peer": _spread(peer)}
     return BenchmarkRow(name, our_rate, "tokens/s", peer=peer_rate, ratio=our_rate / peer_rate,
                detail={**detail, **spread})  # fmt: skip
 

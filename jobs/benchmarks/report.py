@@ -39,9 +39,7 @@ SECTIONS = {
     "cluster": "Clusters",
     "gpu": "GPUs",
 }
-SERVE_PICTURES = {
-    "serve/measured/load.png": "p50 and p99 by requests a second",
-}
+SERVE_PICTURES = {"serve/measured/load.png": "p50 and p99 by requests a second"}
 """Pictures of the committed page, by their path from the root."""
 MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
 _TEXTS = {"row", "target", "note", "run"}

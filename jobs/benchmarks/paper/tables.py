@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.config import require
+from pipeline import storage
 
 Number = Literal[4, "distill", "encoders"]
 
@@ -60,12 +60,8 @@ def _distillation(name: str, loss: str) -> Trial:
 
 
 def of_encoders(uris: Sequence[str]) -> Table:
-    """A bi- and a cross-encoder from each encoder, named after its folder; all are compared with the first.
-
-    Raises BadInput for two of one name.
-    """
-    names = {uri.rstrip("/").rpartition("/")[2]: uri for uri in uris}
-    require(len(names) == len(uris), "encoder", tuple(uris), "folders of different names")
+    """A bi- and a cross-encoder from each encoder, named after its folder, to compare with the first."""
+    names = {storage.name_of(uri): uri for uri in uris}
     first, *other_names = names
     kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
     return Table(
