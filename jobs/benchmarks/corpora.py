@@ -19,7 +19,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
 from pipeline.training.batches import Rows
 
-_COMMENTS = {"small": (100_000, 300_000, 1_000_000), "full": (1_000_000, 3_000_000, 10_000_000)}
+_COMMENTS = {"small": (300_000, 1_000_000), "full": (3_000_000, 10_000_000)}
 # PolyAI's Dataflow job: 3,680,746,776 comments in 1 h 38 min on 409 workers
 # (github.com/PolyAI-LDN/conversational-datasets, reddit/README.md).
 _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
@@ -46,9 +46,8 @@ def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
     """Of the largest run."""
     comments, run = max(runs.items())
     files = sorted(map(str, dump.glob("RC_*")))
-    decompress, parse = _seconds_of(_decompress, files), _seconds_of(_parse, files)
-    rate = comments / run.seconds
-    # The line through the times of all sizes has the start of processes at 0 comments.
+    parse, rate = _seconds_of(_parse, files), comments / run.seconds
+    # The line through the times of both sizes has the start of processes at 0 comments.
     start_s = np.polyfit(list(runs), [run.seconds for run in runs.values()], 1)[1]
     note = f"{comments:,} comments in {run.seconds:.1f} s, some {max(0.0, start_s):.0f} s of them the start."
     return BenchmarkRow(
@@ -58,26 +57,16 @@ def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
         detail={
             "peer": "PolyAI's Dataflow job, per worker",
             "floor": "the same files decompressed and parsed by pyarrow.json, on all cores",
-            "decompression alone, comments/s": round(comments / decompress),
-            "seconds": round(run.seconds, 1),
-            "dump, bytes": sum(Path(file).stat().st_size for file in files),
-            "examples": run.summary["counts"]["examples"],
-            "core hours per billion comments": round((os.cpu_count() or 1) * 1e9 / rate / 3600, 1),
             "note": note,
         },
     )  # fmt: skip
 
 
 def _growth(runs: Mapping[int, Run]) -> BenchmarkRow:
-    mib = {n: round(run.peak_mib) for n, run in runs.items()}
-    _, middle, largest = runs
-    note = f"From {middle:,} to {largest:,} comments: {mib[middle]:,} and {mib[largest]:,} MiB."
-    return BenchmarkRow(
-        "corpora.reddit.memory_growth_3m_to_10m",
-        runs[largest].peak_mib / runs[middle].peak_mib,
-        "peak memory, ratio",
-        detail={"MiB": mib, "note": note},
-    )
+    (middle, less), (largest, more) = ((n, run.peak_mib) for n, run in runs.items())
+    note = f"From {middle:,} to {largest:,} comments: {less:,.0f} and {more:,.0f} MiB."
+    row = "corpora.reddit.memory_growth_3m_to_10m"
+    return BenchmarkRow(row, more / less, "peak memory, ratio", detail={"note": note})
 
 
 def _reader(corpus: Path) -> BenchmarkRow:
@@ -98,14 +87,9 @@ def _reader(corpus: Path) -> BenchmarkRow:
 
     seconds = in_turn({"ours": ours, "theirs": theirs}, 5)
     our_rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
-    return BenchmarkRow(
-        "corpora.reader.vs_pyarrow_dataset",
-        our_rate,
-        "examples/s",
-        peer=peer_rate,
-        ratio=our_rate / peer_rate,
-        detail={"note": f"{len(rows):,} examples."},
-    )
+    detail = {"note": f"{len(rows):,} examples."}
+    return BenchmarkRow("corpora.reader.vs_pyarrow_dataset", our_rate, "examples/s", peer=peer_rate,
+                        ratio=our_rate / peer_rate, detail=detail)  # fmt: skip
 
 
 def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
@@ -115,11 +99,6 @@ def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
         began = time.perf_counter()
         list(pool.map(work, files))
         return time.perf_counter() - began
-
-
-def _decompress(file: str) -> None:
-    for _ in raw.read_decompressed(file):
-        pass
 
 
 def _parse(file: str) -> None:

@@ -6,7 +6,6 @@ tokens count.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
@@ -21,8 +20,8 @@ import torch
 from jobs import finetune
 from jobs.benchmark import Config
 from jobs.benchmarks import pool_plan
-from jobs.benchmarks.inputs import minilm_folder
-from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
+from jobs.benchmarks.inputs import embed, minilm_folder
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, folder_entries, open_artifact
@@ -139,10 +138,7 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
 def _embed_anew(articles: Table, model: str, pools: Path) -> float:
     """Seconds of the job, from the first row that is read to the last that is written."""
     shutil.rmtree(pools, ignore_errors=True)
-    file = _write_table(pools.parent / "articles.jsonl", articles)
-    run_job(
-        "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", "articles"
-    )
+    embed(model, articles, pools, "articles")
     embedding_facts = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
     return float(embedding_facts["plan_seconds"] + embedding_facts["seconds"])
 
@@ -198,9 +194,7 @@ def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
         ("nothing changed", passages),
         ("1 % changed", changed_passages),
     ):
-        file = _write_table(work / "passages.jsonl", table)
-        run = run_job("embed_pool", "--model", model, "--candidates", file, "--pools", pools,
-                      "--name", "passages")  # fmt: skip
+        run = embed(model, table, pools, "passages")
         seconds[kind_of_run] = run.seconds
         plans[kind_of_run] = run.summary["plan"]
     share = seconds["1 % changed"] / seconds["whole"]
@@ -243,10 +237,3 @@ def _articles(data: Path) -> Table:
 
 def _first_texts(table: Table, count: int) -> Table:
     return dict(list(table.items())[:count])
-
-
-def _write_table(file: Path, table: Table) -> Path:
-    lines = (json.dumps({"id": name, "text": text}) + "\n" for name, text in table.items())
-    with file.open("w") as stream:
-        stream.writelines(lines)
-    return file

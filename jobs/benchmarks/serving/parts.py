@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from jobs.benchmark import Config
+from jobs.benchmarks.inputs import embed, peer_models, read_questions_and_candidates
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
 from jobs.benchmarks.serving import any_service, services
 from jobs.benchmarks.serving.any_service import (
@@ -35,7 +37,6 @@ from jobs.benchmarks.serving.any_service import (
     require_answers,
 )
 from jobs.benchmarks.serving.baselines import InProcess, Noop
-from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
 from jobs.benchmarks.serving.peers import Peer, peers
 from pipeline.artifact import open_artifact
@@ -63,7 +64,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     require(bool(encoder) or not {*_PEERS} & {*config.only}, "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
     contexts, texts = read_questions_and_candidates(corpora, size.questions, size.candidates)
-    args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
+    pools = work / "pools" / model.fingerprint
+    embed(model.uri, {f"c{n:07d}": text for n, text in enumerate(texts)}, pools, _POOL)
+    args = Args(model=model.uri, pools=[str(pools / _POOL)], name="rank")
     rows, bodies = list[BenchmarkRow](), request_bodies(contexts, _POOL)
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
@@ -111,7 +114,7 @@ class _OwnService(AnyService):
                 if time.perf_counter() > end:
                     break
                 service_seconds.append(rank_client.ask(body))
-                process_seconds.append(services.result(process.time_once.remote(context)))
+                process_seconds.append(ray.get(process.time_once.remote(context)))
                 noop_seconds.append(noop_client.ask(body))
         service_ms, process_ms, noop_ms = (
             1e3 * float(np.median(times))
@@ -184,9 +187,7 @@ class _OwnService(AnyService):
                 seconds = self.size.seconds
                 rates["batched"].append(self.saturate(url))
                 rates["apart"].append(self.saturate(url_apart))
-                rates["process"].append(
-                    services.result(process.batch_rate.remote(self.contexts, seconds))
-                )
+                rates["process"].append(ray.get(process.batch_rate.remote(self.contexts, seconds)))
         batched_rate, unbatched_rate, process_rate = (
             float(np.median(values)) for values in rates.values()
         )

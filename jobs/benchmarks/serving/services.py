@@ -71,11 +71,6 @@ def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any
         ray.kill(handle)
 
 
-def result(reference: Any) -> Any:
-    """The result of an actor's method."""
-    return ray.get(reference)
-
-
 @contextmanager
 def other(command_at: Callable[[int], Sequence[str]], cpus: int) -> Iterator[str]:
     """The URL of another service, once it answers GET /health. `command_at(port)` starts it."""
