@@ -1,13 +1,14 @@
 """A model on a corpus from a seed: trained by jobs.finetune, and asked what jobs.evaluate asks.
 
-Trials run one after the other. A trial makes two artifacts in a folder that is named after all options
-that decide its result. The same command finds them again there, and so does another table that has the same
-trial. If a trial fails, its row says why, and the others go on.
+Trials run one after the other. A trial writes a ranker and its evaluation to a folder that is named after
+all options that decide its result. The same command finds them again there, and so does another table that
+has the same trial. If a trial fails, its row says why, and the others go on.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,27 +16,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
+import numpy as np
 import pyarrow.parquet as pq
 from ray.exceptions import OutOfMemoryError
 
 from jobs import evaluate, finetune
 from jobs.benchmark import Config
 from jobs.benchmarks.paper.tables import Trial
-from pipeline import storage, tracking
+from pipeline import storage
 from pipeline.arrays import Ints
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, parse, to_dict
-from pipeline.engine.draft import draft, request_of
-from pipeline.engine.resources import best_device
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, Stopped, parse
+from pipeline.engine.draft import request_of
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import load_scorer
-from pipeline.models.precision import resolve_precision
 from pipeline.models.sources import Source, open_encoder
 from pipeline.storage.failures import cause_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
-_RANKS = "ranks.parquet"
 # By the source of a corpus' examples: (the task whose recipes count, the protocol).
 _TASKS: dict[str, tuple[str, protocols.Name]] = {
     "convai2": ("convai2", "convai2"),
@@ -57,7 +55,7 @@ class Job:
     train: finetune.Config
     ask: evaluate.Config
     evaluation: str
-    """URI of the evaluation."""
+    """URI of the file with the ranks and the metrics."""
 
     @property
     def label(self) -> str:
@@ -134,14 +132,8 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -
     evaluation_request = request_of(
         "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
     )
-    return Job(
-        trial,
-        task,
-        seed,
-        train,
-        evaluation,
-        storage.join(folder, f"evaluation-{evaluation_request}"),
-    )
+    file = storage.join(folder, f"evaluation-{evaluation_request}.json")
+    return Job(trial, task, seed, train, evaluation, file)
 
 
 @functools.cache
@@ -151,17 +143,15 @@ def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
 
 def outcome(job: Job) -> Outcome | None:
     """The outcome of an earlier run; None: there is none."""
-    if not storage.exists(storage.join(job.evaluation, MANIFEST)):
+    if not storage.exists(job.evaluation):
         return None
-    evaluation = open_artifact(job.evaluation, "evaluation")
+    evaluation = json.loads(storage.read_bytes(job.evaluation))
     training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
-    with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
-        ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
     # A training that was resumed after its last step has no rate.
     steps_per_s = training_metrics.get("mean_steps_per_s", math.nan)
     return Outcome(
-        ranks_N,
-        evaluation.manifest["metrics"],
+        np.array(evaluation["ranks"]),
+        evaluation["metrics"],
         steps_per_s * job.train.finetune.batch_examples,
         training_metrics["step"] / steps_per_s / 60,
         training_metrics.get("peak_memory_mib", math.nan),
@@ -170,44 +160,27 @@ def outcome(job: Job) -> Outcome | None:
 
 def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
     """The outcome of each job by its label; for a failed job the reason."""
-    for ask in {job.ask.corpus: job.ask for job in jobs}.values():
+    outcomes: dict[str, Outcome | str | None] = {job.label: outcome(job) for job in jobs}
+    missing = [job for job in jobs if outcomes[job.label] is None]
+    for ask in {job.ask.corpus: job.ask for job in missing}.values():
         evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
-    outcomes = dict[str, Outcome | str]()
-    for job in jobs:
-        result: Outcome | str | None = outcome(job)
-        if result is None:
-            try:
-                train_and_evaluate(job)
-                result = outcome(job) or "nothing came out"
-            except Exception as error:  # whatever it is, the other trials go on
-                result = _reason(error)
-            state = result if isinstance(result, str) else "done"
-            print(f"{job.label}: {state}", file=sys.stderr, flush=True)
-        outcomes[job.label] = result
-    return outcomes
+    for job in missing:
+        try:
+            train_and_evaluate(job)
+            outcomes[job.label], state = outcome(job), "done"
+        except Exception as error:  # whatever it is, the other trials go on
+            outcomes[job.label] = state = _reason(error)
+        print(f"{job.label}: {state}", file=sys.stderr, flush=True)
+    return {label: result or "nothing came out" for label, result in outcomes.items()}
 
 
 def train_and_evaluate(job: Job) -> None:
-    """Runs the missing parts of a trial."""
     finetune.run(job.train)
     model = open_artifact(job.train.output, "ranker")
-    corpus = open_artifact(job.train.corpus, "corpus")
-    out = draft(job.evaluation, "evaluation", job.ask, {"model": model, "corpus": corpus})
-    if isinstance(out, Artifact):
-        return
-    measure = evaluate.measurement(job.ask, corpus)
-    precision = resolve_precision(job.ask.precision, best_device())
-    scorer = functools.partial(load_scorer, model, job.label, precision)
-    result = measure.of(job.label, scorer)
-    settings = {**to_dict(job.ask), "precision": precision}
-    with tracking.start_evaluation(model, corpus, settings) as tracked:
-        tracked.log(result.numbers(), wait=True)
-        table = pa.table({"example_id": measure.questions.ids, "rank": result.ranking.ranks_N})
-        files = [out.write_table(_RANKS, table)]
-        counts = {"examples": len(measure.questions)}
-        out.publish(
-            files, counts, run_id=tracked.run_id, metrics=result.metrics, precision=precision
-        )
+    measure = evaluate.measurement(job.ask, open_artifact(job.ask.corpus, "corpus"))
+    result = measure.of(job.label, functools.partial(load_scorer, model, job.label))
+    evaluation = {"ranks": result.ranking.ranks_N.tolist(), "metrics": result.metrics}
+    storage.write_bytes(job.evaluation, json.dumps(evaluation).encode())
 
 
 def _reason(error: Exception) -> str:
