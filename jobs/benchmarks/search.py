@@ -61,7 +61,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
     size, model = config.size, open_artifact(config.model, "ranker")
     corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
-    ranker = poly_encoder(model)
+    ranker = _poly_encoder(model)
     count = max(_CHECKED[size], _QUESTIONS[size])
     contexts, texts = read_contexts(corpora[0], count), read_texts(corpora, _EMBEDDED[size])
     require(len(contexts) == count, "corpus", corpora[0].uri, f"{count} examples at least")
@@ -75,9 +75,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     real_ND = _embed_texts(folder / "texts.npy", ranker, texts)
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
-        pool = pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
-        pool_float32 = pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
-        small_pool = pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
+        pool = _pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
+        pool_float32 = _pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
+        small_pool = _pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
     timed_questions, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
     checks = _check(pool, small_pool, questions)
     return [
@@ -322,7 +322,7 @@ def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[st
 # Pools, questions and texts
 
 
-def poly_encoder(model: Artifact) -> Ranker:
+def _poly_encoder(model: Artifact) -> Ranker:
     """Raises BadInput for a ranker with one vector per context, or none."""
     ranker = load_ranker(model.local())
     if ranker.config.vectors_per_context < 2:
@@ -340,7 +340,7 @@ def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
     return vectors
 
 
-def pool_of(
+def _pool_of(
     folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
 ) -> Pool:
     """A pool with an index of neighbours; writes one shard at a time, to save memory."""
