@@ -46,10 +46,11 @@ cluster-test: .venv/installed
 # extra `bench`. A part that cannot run here says why, and the others go on.
 DATA_OF_search := --model $(DEMO)/rankers/poly --corpus $(DEMO)/corpora/convai2
 DATA_OF_serve := $(DATA_OF_search)
+DATA_OF_cluster := --model $(DEMO)/rankers/poly
 DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/corpora/convai2
 DATA_OF_paper := $(DATA_OF_finetune) --only bi poly-64 --finetune.max-steps 100
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
-DATA_OF_embed := --data $(or $(DATA),.data)
+DATA_OF_embed := --data $(or $(DATA),.data) $(if $(PEERS),--peers $(PEERS))
 DATA_OF_intents := --data $(or $(DATA),.data)
 
 benchmark: $(BENCHMARKS:%=benchmark-%)

@@ -52,14 +52,18 @@ class Config:
     """For convert and finetune: a corpus. For paper: one corpus for each task. For search and serve:
     contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
     pretrain: a corpus instead of the sample corpora; it may be tokenized."""
+    peers: str = ""
+    """For embed: the Python of an environment with sentence-transformers[openvino,onnx], whose engines are
+    measured beside polyrank; empty: they are not."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
-    that was trained on the corpus; without one nothing is ranked."""
+    """For search and serve: a trained poly-encoder (of jobs.finetune). For cluster: the ranker that embeds;
+    without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without one
+    nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, plan; for finetune: bf16, fp32; for
-    serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, plan, engines; for finetune: bf16,
+    fp32; for serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -118,7 +122,7 @@ _NEEDED = {
 _WITH_ONLY = ("embed", "finetune", "paper", "serve")
 _TRAINING = ("finetune", "paper", "pretrain")
 _MODULES = {
-    "cluster": "object_store",
+    "cluster": "scaling",
     "finetune": "finetune_rate",
     "paper": "paper.sweep",
     "serve": "serving.parts",

@@ -32,8 +32,8 @@ from pipeline.registry import model_uri
 if TYPE_CHECKING:
     from pipeline.ranking.ranker import Ranker
 
-Search = Callable[[str], list[str]]
-"""A query to the ids of the best documents, best first."""
+Search = Callable[[str], dict[str, float]]
+"""A query to the best documents, best first: their scores by id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Config:
     """Cross-encoders. Each orders the best documents of each model anew, in a further row."""
     second_stage_documents: int = 50
     """Number of documents that they read for a query."""
+    together: bool = False
+    """Add a row for the mean of a cross-encoder's scores and the model's."""
     baseline: bool = True
     """A row for BM25."""
     max_queries: int = 10_000
@@ -69,6 +71,12 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model", self.model, "one ranker at least")
+        require(
+            bool(self.second_stage) or not self.together,
+            "together",
+            True,
+            "false without second_stage",
+        )
         require(self.second_stage_documents >= 1, "second_stage_documents",
                 self.second_stage_documents, ">= 1")  # fmt: skip
         require(self.max_queries >= 1, "max_queries", self.max_queries, ">= 1")
@@ -110,8 +118,12 @@ def run(config: Config) -> program.Summary:
         search = _pool_search(model, documents, config)
         own_rows = [_measure(name, search, collection)]
         for stage_name, stage in second_stages.items():
-            reranked = _reranked(search, stage, collection, config.second_stage_documents)
-            own_rows.append(_measure(f"{name} + {stage_name}", reranked, collection))
+            for together in (False, True) if config.together else (False,):
+                reranked = _reranked(
+                    search, stage, collection, config.second_stage_documents, together
+                )
+                row_name = f"{name} + {stage_name}{', together' if together else ''}"
+                own_rows.append(_measure(row_name, reranked, collection))
         rows += own_rows
         with tracking.start_search_evaluation(model, to_dict(config)) as tracked:
             numbers = {
@@ -183,20 +195,29 @@ def _pool_search(model: Artifact, documents: str, config: Config) -> Search:
         pool = Pool.open(embed_pool.run(embed)["output"])
     ranker = Ranker.load(model.uri, config.precision)
 
-    def search(query: str) -> list[str]:
-        return [result.id for result in pool.search(ranker, query, top_k=DEPTH + 1)]
+    def search(query: str) -> dict[str, float]:
+        return {result.id: result.score for result in pool.search(ranker, query, top_k=DEPTH + 1)}
 
     return search
 
 
-def _reranked(search: Search, stage: Ranker, collection: Collection, count: int) -> Search:
-    """The first `count` documents in the order of a cross-encoder, and then the others."""
+def _reranked(
+    search: Search, stage: Ranker, collection: Collection, count: int, together: bool
+) -> Search:
+    """The first `count` documents in the order of a cross-encoder, or of the mean of both scores, and then
+    the others."""
 
-    def search_again(query: str) -> list[str]:
+    def search_again(query: str) -> dict[str, float]:
         found = search(query)
-        texts = [collection.documents[document] for document in found[:count]]
-        ranked = stage.rank(query, texts, top_k=count)
-        return [found[result.index] for result in ranked] + found[count:]
+        first = list(found)[:count]
+        ranked = stage.rank(
+            query, [collection.documents[document] for document in first], top_k=count
+        )
+        scores = {first[result.index]: result.score for result in ranked}
+        if together:
+            means = {document: (scores[document] + found[document]) / 2 for document in first}
+            scores = dict(sorted(means.items(), key=lambda pair: -pair[1]))
+        return scores | {document: found[document] for document in list(found)[count:]}
 
     return search_again
 
@@ -207,10 +228,12 @@ def _bm25(collection: Collection) -> Search:
     texts, ids = list(collection.documents.values()), list(collection.documents)
     scores_of = BM25.fit(texts).scorer(texts)
 
-    def search(query: str) -> list[str]:
+    def search(query: str) -> dict[str, float]:
         scores_T = scores_of(query)
         best = np.argsort(-scores_T, kind="stable")[: DEPTH + 1]
-        return [ids[place] for place in best.tolist() if scores_T[place] > 0]
+        return {
+            ids[place]: float(scores_T[place]) for place in best.tolist() if scores_T[place] > 0
+        }
 
     return search
 

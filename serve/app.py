@@ -120,7 +120,17 @@ class Args(BaseModel):
     )
     second_stage: str = Field(
         default="",
-        description="A cross-encoder that scores the best 50 of a pool again. An alias is resolved once.",
+        description="A cross-encoder that scores the best of a pool again. An alias is resolved once.",
+    )
+    second_stage_candidates: int = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="Rows of a pool that the second stage scores at least.",
+    )
+    together: bool = Field(
+        default=False,
+        description="Order by the mean of the second stage's scores and the search's, not by its own alone.",
     )
     classifier: str = Field(
         default="",
@@ -243,8 +253,9 @@ class Ranker:
             for version in sharded_pools
         ]
         engine = Engine(
-            versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded
-        )
+            versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded,
+            args.second_stage_candidates, args.together,
+        )  # fmt: skip
         try:
             if engine.model.fingerprint != versions.fingerprint:
                 raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "

@@ -63,7 +63,8 @@ class Ranking:
 
     results: list[Result]
     certified: bool
-    """Whether this is provably the exact top k; with a second stage: whether it scored the exact best 50."""
+    """Whether this is provably the exact top k; with a second stage: whether it scored
+    the exact best rows."""
     model: str
     """Fingerprint of the ranker."""
     pool: str | None

@@ -75,6 +75,10 @@ class SecondStage(NamedTuple):
     model: Artifact
     ranker: Ranker
     pairs: Stage
+    candidates: int
+    """Rows that it scores, at least; more where a query asks for more."""
+    together: bool
+    """Whether the mean of both stages' scores counts, not its own alone."""
 
 
 class ExplainableRanking(NamedTuple):
@@ -99,10 +103,13 @@ class Engine:
         second_stage: str = "",
         classifier: str = "",
         sharded: Sequence[ShardedPool] = (),
+        second_stage_candidates: int = 50,
+        together: bool = False,
     ) -> None:
         """Loads and checks a model and versions of pools (a pool's own URI means its CURRENT version).
 
-        `second_stage`: a cross-encoder that scores the best rows of a pool again. `classifier`: of intents.
+        `second_stage`: a cross-encoder that scores the best `second_stage_candidates` rows of a pool again;
+        `together`: the mean of its score and the search's counts. `classifier`: of intents.
         `sharded`: pools that other deployments search. Raises BadInput for a model or pool that cannot be
         served, and for a pool whose vectors this model does not make.
         """
@@ -116,13 +123,17 @@ class Engine:
         try:
             with node_cache.collect_uses() as copies:
                 self._closing.callback(_release, copies)
-                self._load_models(precision, second_stage, classifier)
+                self._load_models(precision, classifier)
+                if second_stage:
+                    self._load_second_stage(
+                        second_stage, precision, second_stage_candidates, together
+                    )
             self._load_pools(sharded)
         except BaseException:
             self.close()
             raise
 
-    def _load_models(self, precision: Precision, second_stage: str, classifier: str) -> None:
+    def _load_models(self, precision: Precision, classifier: str) -> None:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
@@ -130,17 +141,22 @@ class Engine:
         self.candidates = Stage("candidates", self._encode_candidates, tokens)
         self.pairs = Stage("pairs", functools.partial(_score_pairs, self.ranker), tokens)
         self.second_stage: SecondStage | None = None
-        if second_stage:
-            artifact = open_artifact(second_stage, "ranker")
-            ranker = LoadedRanker.load(second_stage, precision).module
-            ranker.config.require_pairs()
-            stage = Stage("second_stage", functools.partial(_score_pairs, ranker), tokens)
-            self.second_stage = SecondStage(artifact, ranker, stage)
         self.intents: Intents | None = None
         if classifier:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
         self.scores = Stage("scores", self._score, _PRODUCTS)
         self.explanations = Stage("explanations", self._explain, tokens)
+
+    def _load_second_stage(
+        self, uri: str, precision: Precision, candidates: int, together: bool
+    ) -> None:
+        artifact = open_artifact(uri, "ranker")
+        ranker = LoadedRanker.load(uri, precision).module
+        ranker.config.require_pairs()
+        pairs = Stage(
+            "second_stage", functools.partial(_score_pairs, ranker), self.pairs.batch_cost
+        )
+        self.second_stage = SecondStage(artifact, ranker, pairs, candidates, together)
 
     def _load_pools(self, sharded: Sequence[ShardedPool]) -> None:
         self.sharded = {pool.name: pool for pool in sharded}

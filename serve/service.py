@@ -35,8 +35,6 @@ from serve.masks import ALL_ROWS, RowFilter
 from serve.refusals import CODES, Refusal
 
 ResultT = TypeVar("ResultT")
-# Candidates of a pool that the second stage scores. Not tuned.
-_SECOND_STAGE = 50
 _HEALTH_S = 5.0  # for the answer to a query of a health check
 
 
@@ -122,7 +120,8 @@ def _require_pool(engine: Engine, name: str) -> None:
 
 def _search_depth(engine: Engine, query: RankQuery) -> int:
     """Number of rows to search for: more than `top_k` if a second stage scores them again."""
-    return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
+    stage = engine.second_stage
+    return max(query.top_k, stage.candidates) if stage else query.top_k
 
 
 class Service:
@@ -433,7 +432,8 @@ class Service:
         pairs = [(context, row) for row in rows]
         scores = await self.batcher.run(stage.pairs, pairs, sizes, deadline)
         rescored = [
-            replace(result, score=score) for result, score in zip(results, scores, strict=True)
+            replace(result, score=(score + result.score) / 2 if stage.together else score)
+            for result, score in zip(results, scores, strict=True)
         ]
         return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
 

@@ -87,6 +87,12 @@ _COMPUTES = (
     "pipeline/search",
     "jobs/test_killed_builds.py",
 )
+# Of those, what any processor does alike: rows, texts, files.
+_ALIKE = {
+    *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "versions")),
+    *(f"pipeline/training/test_{name}.py" for name in (
+        "tokenizer", "batches", "pretraining_batches", "utterance_pairs", "token_masking", "checkpoints")),
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,7 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         functions = [item.function, *(each.func for all in definitions for each in all)]
         if any(map(starts_processes, functions)):
             item.add_marker("slow")
-        if any(item.path.is_relative_to(ROOT / "tests" / part) for part in _COMPUTES):
+        file = item.path.relative_to(ROOT / "tests")
+        if file.as_posix() not in _ALIKE and any(map(file.is_relative_to, _COMPUTES)):
             item.add_marker("processor")
 
 

@@ -19,7 +19,7 @@ import torch
 
 from jobs import finetune
 from jobs.benchmark import Config
-from jobs.benchmarks import pool_plan
+from jobs.benchmarks import engines, pool_plan
 from jobs.benchmarks.inputs import embed, minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline import storage
@@ -45,16 +45,16 @@ _PASSAGES = {"small": 2_000, "full": 200_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "plan"]
+Part = Literal["rate", "night", "plan", "engines"]
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     for name in config.only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
-    size, parts = config.size, config.only or get_args(Part)
+    size, parts, data = config.size, config.only or get_args(Part), Path(config.data)
     rows = list[BenchmarkRow]()
     if "rate" in parts or "night" in parts:
-        model, articles = _model(work), _articles(Path(config.data))
+        model, articles = _model(work), _articles(data)
         if "rate" in parts:
             rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
         if "night" in parts:
@@ -65,6 +65,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                 if len(text) > 100
             }
             rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
+    if config.peers and "engines" in parts:
+        texts = list(_articles(data).values())
+        rows += engines.measure(size, texts, _replies(data), work, config.peers)
     if "plan" in parts:
         rows.append(pool_plan.measure(size, work))
     return rows
@@ -233,6 +236,14 @@ def _articles(data: Path) -> Table:
         a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), ParseReport())
     )
     return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
+
+
+def _replies(data: Path) -> list[str]:
+    """The last sentence of each of ConvAI2's training dialogues' lines, each once."""
+    file = data / "convai2" / "derived" / "train_self_original_no_cands.txt"
+    require(file.is_file(), "data", str(data), f"a folder with {file.relative_to(data)}")
+    lines = (line.rstrip("\n").split("\t") for line in file.open())
+    return list(dict.fromkeys(words[1] for words in lines if len(words) > 1))
 
 
 def _first_texts(table: Table, count: int) -> Table:

@@ -177,8 +177,8 @@ class PoolVersion(BaseModel):
 
 class RankResponse(BaseModel):
     """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
-    scored the best 50 rows of a pool again. `certified`: whether this is provably the exact top k; with a
-    second stage: whether it scored provably the exact best 50. `milliseconds`: the replica's time.
+    scored the best rows of a pool again. `certified`: whether this is provably the exact top k; with a
+    second stage: whether it scored provably the exact best. `milliseconds`: the replica's time.
     `explanation`: only with `explain`, and if there are results."""
 
     results: list[Result]

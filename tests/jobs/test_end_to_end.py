@@ -99,18 +99,11 @@ def prepared(cluster, sample_files, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def interrupted(prepared) -> SimpleNamespace:
-    """A training that Ctrl-C ended."""
-    interrupt_in_mid_training(prepared.ranker, prepared.training)
+def killed(prepared) -> SimpleNamespace:
+    """A training that was killed."""
+    kill_in_mid_training(prepared.ranker, prepared.training)
+    prepared.killed_at = time.time()
     return prepared
-
-
-@pytest.fixture(scope="module")
-def killed(interrupted) -> SimpleNamespace:
-    """The same training, started again and killed."""
-    kill_in_mid_training(interrupted.ranker, interrupted.training)
-    interrupted.killed_at = time.time()
-    return interrupted
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +242,10 @@ ARTIFACTS = {
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_a_training_which_says_how_to_go_on(interrupted):
-    said = interrupted.ranker.with_name("said").read_text().splitlines()
+def test_ctrl_c_ends_a_training_which_says_how_to_go_on(prepared, tmp_path):
+    ranker = tmp_path / "ranker"
+    interrupt_in_mid_training(ranker, (*prepared.training, "--output", ranker))
+    said = ranker.with_name("said").read_text().splitlines()
     assert "python -m jobs.finetune: interrupted; the same command resumes" in said
 
 

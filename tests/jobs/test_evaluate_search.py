@@ -44,22 +44,28 @@ def test_models_and_second_stages_have_the_numbers_of_their_rankings(
     """Those of `Ranker.rank` over all documents. A query is no answer to itself."""
     models = {name: tiny_ranker(name) for name in ("bi", "poly", "cross")}
     options = ("--model", models["bi"].uri, models["poly"].uri, "--second-stage", models["cross"].uri,
-               "--second-stage-documents", 4, "--precision", "fp32", "--work", tmp_path / "work")  # fmt: skip
+               "--second-stage-documents", 4, "--together", True, "--precision", "fp32",
+               "--work", tmp_path / "work")  # fmt: skip
     done = run_job_here("evaluate_search", "--data", data, *options, "--json", tmp_path / "t.json")
     table = done.summary["table"]
-    assert list(table) == ["bm25", "bi", "bi + cross", "poly", "poly + cross"]
+    ways = ("", " + cross", " + cross, together")
+    assert list(table) == ["bm25", *(name + way for name in ("bi", "poly") for way in ways)]
     rankers = {name: Ranker.load(model.uri, "fp32") for name, model in models.items()}
 
-    def found(query: str, name: str, again: bool) -> list[str]:
-        ids = [r.id for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=10)]
-        if again:
+    def found(query: str, name: str, way: str) -> list[str]:
+        first = {r.id: r.score for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=10)}
+        ids = list(first)
+        if way:
             texts = {key: DOCUMENTS[key] for key in ids[:4]}
-            ids = [r.id for r in rankers["cross"].rank(QUERIES[query], texts, top_k=4)] + ids[4:]
+            again = {r.id: r.score for r in rankers["cross"].rank(QUERIES[query], texts, top_k=4)}
+            if "together" in way:
+                again = {key: score + first[key] for key, score in again.items()}
+            ids = [*sorted(again, key=lambda key: -again[key]), *ids[4:]]
         return [each for each in ids if each != query]
 
     for name in ("bi", "poly"):
-        for row, again in ((name, False), (f"{name} + cross", True)):
-            wanted = retrieval.metrics({q: found(q, name, again) for q in QUERIES}, GRADES)
+        for row, way in ((name + way, way) for way in ways):
+            wanted = retrieval.metrics({q: found(q, name, way) for q in QUERIES}, GRADES)
             for metric, values in wanted.items():
                 assert table[row]["metrics"][metric] == pytest.approx(values.mean()), (row, metric)
                 low, high = table[row]["intervals"][metric]
@@ -93,6 +99,7 @@ def test_a_second_run_embeds_nothing_again(run_job_here, data, tiny_ranker, tmp_
         (("--model", "cross"), "architecture: 'cross' has no candidate vectors"),
         (("--model", "bi", "--second-stage", "poly"), "architecture: 'poly' scores no pairs"),
         (("--model", "bi", "--split", "dev"), "--split names a file of qrels/"),
+        (("--model", "bi", "--together", "true"), "together: True is not allowed"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(

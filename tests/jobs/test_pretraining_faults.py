@@ -365,7 +365,7 @@ def line_of(finished) -> str:
     return lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long  # 40 to 50 s of Ray Train; the rule itself is the next test's
 def test_bad_input_that_a_worker_finds_is_not_tried_again(faulty, tmp_path):
     finished, attempts = faulty("bad input", tmp_path / "out")
     assert "pretrain.made_up: 1 is not allowed" in finished.refusal

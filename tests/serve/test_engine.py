@@ -333,17 +333,28 @@ def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
         Engine(model.uri, second_stage=model.uri)
 
 
-def test_with_a_second_stage_the_certificate_is_that_of_the_first(
-    tiny_ranker, tiny_pool, asking, monkeypatch
-):
+def test_together_the_mean_of_both_stages_counts(tiny_ranker, tiny_pool, asking):
+    model, cross = tiny_ranker("poly"), tiny_ranker("cross")
+    first = asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)
+    again = own_scores(cross.uri, CONTEXT, [REPLIES[result.id] for result in first])
+    means = {r.id: (r.score + score) / 2 for r, score in zip(first, again, strict=True)}
+    one = asking(
+        model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3, together=True
+    )
+    found = one.rank_pool(CONTEXT, "replies", 2)
+    best = sorted(means, key=lambda name: -means[name])[:2]
+    assert [result.id for result in found] == best
+    assert [r.score for r in found] == pytest.approx([means[name] for name in best], rel=1e-4)
+
+
+def test_with_a_second_stage_the_certificate_is_that_of_the_first(tiny_ranker, tiny_pool, asking):
     """The cross-encoder would prefer a row that the first stage does not hand on."""
-    monkeypatch.setattr("serve.service._SECOND_STAGE", 3)
     model, cross = tiny_ranker("poly"), tiny_ranker("cross", 1)
     handed_on = [row.id for row in asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)]
     scores = dict(zip(REPLIES, own_scores(cross.uri, CONTEXT, list(REPLIES.values())), strict=True))
     best = max(scores, key=lambda name: scores[name])
     assert best not in handed_on
-    one = asking(model, tiny_pool(model), second_stage=cross.uri)
+    one = asking(model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3)
     answer = one.answer(RankQuery(CONTEXT, None, "replies", 2))
     expected = sorted(handed_on, key=lambda name: -scores[name])[:2]
     assert [result.id for result in answer.results] == expected

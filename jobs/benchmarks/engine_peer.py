@@ -1,0 +1,52 @@
+"""sentence-transformers on another engine. Runs by its own Python, which has none of polyrank's packages.
+
+PYTHON engine_peer.py embed|rerank torch|openvino|onnx|onnx-int8 MODEL TEXTS
+
+It says "ready", and then, for each line on standard input, the seconds of one pass over the texts, a JSON
+list in the file TEXTS. The first text of rerank is the query of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(task: str, engine: str, model: str, file: str) -> None:
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers.backend import export_dynamic_quantized_onnx_model
+
+    texts = json.loads(Path(file).read_text())
+    backend: Any = engine.partition("-")[0]
+    kind = SentenceTransformer if task == "embed" else CrossEncoder
+    loaded = kind(model, backend=backend, device="cpu")
+    if engine == "onnx-int8":
+        with tempfile.TemporaryDirectory() as folder:
+            export_dynamic_quantized_onnx_model(loaded, "avx512_vnni", folder)
+            name = next(Path(folder).rglob("*.onnx")).relative_to(folder)
+            loaded.save_pretrained(folder)
+            loaded = kind(
+                folder, backend="onnx", device="cpu", model_kwargs={"file_name": name.as_posix()}
+            )
+    loaded.max_seq_length = 256
+
+    def one_pass(texts: list[str]) -> None:
+        if isinstance(loaded, CrossEncoder):
+            loaded.predict([(texts[0], text) for text in texts[1:]], show_progress_bar=False)
+        else:
+            loaded.encode(texts, show_progress_bar=False)
+
+    one_pass(texts[:33])  # the first pass compiles and allocates
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        one_pass(texts)
+        print(time.perf_counter() - began, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
