@@ -12,7 +12,7 @@ BIN := .venv/bin
 
 DEMO ?= .demo
 RESULTS ?= .benchmark/results
-BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper profile
+BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper
 
 .PHONY: demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi kuberay lock clean
 
@@ -47,11 +47,9 @@ cluster-test: .venv/installed
 DATA_OF_search := --model $(DEMO)/rankers/poly --corpus $(DEMO)/corpora/convai2
 DATA_OF_serve := $(DATA_OF_search)
 DATA_OF_cluster := --model $(DEMO)/rankers/poly
-DATA_OF_profile := $(DATA_OF_search)
 DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/corpora/convai2
-DATA_OF_paper := $(DATA_OF_finetune)
+DATA_OF_paper := $(DATA_OF_finetune) --only bi poly-64 --finetune.max-steps 100
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
-DATA_OF_corpora := --kills 2
 DATA_OF_embed := --data $(or $(DATA),.data) $(if $(PEERS),--peers $(PEERS))
 DATA_OF_intents := --data $(or $(DATA),.data)
 

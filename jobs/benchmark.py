@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -14,6 +15,7 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 from pipeline.models.sources import open_encoder
+from pipeline.training.pretraining_settings import TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,41 +33,37 @@ class Config:
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     part: Literal[
         "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain",
-        "profile", "search", "serve",
+        "search", "serve",
     ]  # fmt: skip
     """The part to measure. It is the first argument; `--part` may stand before it."""
     size: Literal["small", "full"] = "small"
     """`small` takes minutes. `full` has the size that BENCHMARKS.md compares with the targets. For paper:
     which recipes of jobs/configs/finetune are trained."""
-    kills: int = 20
-    """For corpora: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
     with intent/banking77."""
-    table: Literal[2, 4, 5, "distill", "encoders"] = 5
-    """For paper: 2 negatives, 4 models, 5 inference time. distill: what poly-64 learns from a cross-encoder,
-    on a corpus of jobs.score_candidates. encoders: rankers from several encoders, beside those from the
-    first."""
+    table: Literal[4, "distill", "encoders"] = 4
+    """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
+    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several. For embed:
-    the encoder whose time is measured by the length of a text; all-MiniLM by default. For serve: one of
-    sentence-transformers, whose own services are measured beside polyrank's."""
+    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
+    For serve: one of sentence-transformers, whose own services are measured beside polyrank's."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: one corpus for each task. For profile, search and
-    serve: contexts of the first corpus are the questions, and the turns of all corpora are the
-    candidates. For pretrain: a corpus instead of the sample corpora; it may be tokenized."""
+    """For convert and finetune: a corpus. For paper: one corpus for each task. For search and serve:
+    contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
+    pretrain: a corpus instead of the sample corpora; it may be tokenized."""
     peers: str = ""
     """For embed: the Python of an environment with sentence-transformers[openvino,onnx], whose engines are
     measured beside polyrank; empty: they are not."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For cluster: the ranker that
-    embeds; without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without
-    one nothing is ranked."""
+    """For search and serve: a trained poly-encoder (of jobs.finetune). For cluster: the ranker that embeds;
+    without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without one
+    nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, length, plan, engines; for finetune:
-    bf16, fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, plan, engines; for finetune: bf16,
+    fp32; for serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -81,139 +79,73 @@ class Config:
     overrides: tuple[str, ...] = ()
     """For finetune and paper: options of jobs.finetune. For pretrain: options of jobs.pretrain. They may
     be written like the job's own options."""
-    json: str = ""
+    json: str = field(default="", metadata=program.OUTPUT)
     """File for the rows of the report."""
-    work: str = ".benchmark"
+    work: str = field(default=".benchmark", metadata=program.OUTPUT)
     """Folder for inputs and results. The next run uses what it holds. For paper: any URI."""
 
     def __post_init__(self) -> None:
-        require(self.kills >= 0, "kills", self.kills, ">= 0")
         for name in ("seeds", "max_examples"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        if self.part in ("finetune", "paper"):
-            for name in ("encoder", "corpus"):
-                value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.part}")
-            allows_several = self.part == "paper" and self.table != 5
-            require(allows_several or len(self.corpus) == 1, "corpus", self.corpus,
-                    "one, but for paper's tables other than 5")  # fmt: skip
-        allows_several = self.part == "paper" and self.table == "encoders"
+        for name in ("corpus",) if self.url else _NEEDED.get(self.part, ()):
+            value = getattr(self, name)
+            require(bool(value), name, value, f"its URI, for {self.part}")
+        takes_several = self.part in ("paper", "search", "serve") or len(self.corpus) <= 1
+        require(takes_several, "corpus", self.corpus, "one, but for paper, search and serve")
+        is_of_encoders = self.part == "paper" and self.table == "encoders"
+        require(is_of_encoders or len(self.encoder) <= 1, "encoder", self.encoder,
+                "one, but for --table encoders")  # fmt: skip
+        names = {storage.name_of(uri) for uri in self.encoder}
         require(
-            allows_several or len(self.encoder) <= 1,
-            "encoder",
-            self.encoder,
-            "one, but for --table encoders",
+            len(names) == len(self.encoder), "encoder", self.encoder, "folders of different names"
         )
+        require(self.part in _WITH_ONLY or not self.only, "only", self.only,
+                f"none, but for {', '.join(_WITH_ONLY)}")  # fmt: skip
+        require(self.part in _TRAINING or not self.overrides, "part", self.part,
+                f"{', '.join(_TRAINING)}, with {' '.join(self.overrides)}")  # fmt: skip
         require(self.part == "serve" or not self.url, "url", self.url, "none, but for serve")
         is_url = self.url.startswith(("http://", "https://"))
         require(is_url or not self.url, "url", self.url, "http://… or https://…")
         require(bool(self.pool) == bool(self.url), "pool", self.pool,
                 "the name of a pool, with url and only there")  # fmt: skip
-        if self.part in ("profile", "search", "serve"):
-            for name in ("corpus",) if self.url else ("model", "corpus"):
-                value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.part}")
-        if self.url:
-            require(
-                set(self.only) <= {"clients", "load"},
-                "only",
-                self.only,
-                "clients, load, with a URL",
-            )
-        if self.part == "convert":
-            require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        takes_only = self.part in ("embed", "finetune") or (
-            self.part == "paper" and self.table != 5
-        )
-        require(takes_only or self.part == "serve" or not self.only, "only", self.only,
-                "none, but for embed, finetune, serve, and paper's tables other than 5")  # fmt: skip
-        if self.part == "pretrain":
-            require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
-        require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
-                f"finetune, paper, pretrain, with {' '.join(self.overrides)}")  # fmt: skip
+        is_of_url = not self.url or {*self.only} <= {"clients", "load"}
+        require(is_of_url, "only", self.only, "clients, load, with a URL")
+
+
+_NEEDED = {
+    "convert": ("corpus",),
+    "finetune": ("encoder", "corpus"),
+    "paper": ("encoder", "corpus"),
+    "search": ("model", "corpus"),
+    "serve": ("model", "corpus"),
+}
+_WITH_ONLY = ("embed", "finetune", "paper", "serve")
+_TRAINING = ("finetune", "paper", "pretrain")
+_MODULES = {
+    "cluster": "scaling",
+    "finetune": "finetune_rate",
+    "paper": "paper.sweep",
+    "serve": "serving.parts",
+}
+"""Modules of `jobs.benchmarks` that have another name than their part."""
 
 
 def run(config: Config) -> program.Summary:
-    """A part imports its libraries only where it is measured."""
+    # A wrong input is refused before a part imports its libraries, which takes seconds.
+    for uri in config.encoder:
+        open_encoder(uri)
+    for uri in config.corpus:
+        open_artifact(uri, "corpus", TOKENS)
+    if config.model:
+        open_artifact(config.model, "ranker")
     if storage.is_local(config.work):
         Path(config.work).mkdir(parents=True, exist_ok=True)
     source = measure.source(config.size)
-    rows = _measure(config, Path(config.work).absolute(), source)
+    part = import_module(f"jobs.benchmarks.{_MODULES.get(config.part, config.part)}")
+    rows: list[BenchmarkRow] = part.measure(config, Path(config.work).absolute())
     measure.report(rows, config.json, source)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}
-
-
-def _measure(config: Config, work: Path, source: dict[str, str]) -> list[BenchmarkRow]:
-    size, only = config.size, config.only
-    if config.part == "paper" and config.table != 5:
-        from jobs.benchmarks.paper import sweep, trials
-
-        setting = trials.Setting(
-            config.encoder, size, config.split, config.max_examples, config.overrides,
-            storage.absolute(config.work),
-        )  # fmt: skip
-        return sweep.measure(config.table, config.corpus, only, config.seeds, setting)
-    encoder_uri = config.encoder[0] if config.encoder else ""
-    reads_encoder = config.part in ("embed", "finetune", "paper") and encoder_uri
-    encoder = open_encoder(encoder_uri)[0].local() if reads_encoder else None
-    model = open_artifact(config.model, "ranker") if config.model else None
-    if config.part == "finetune" and encoder:
-        from jobs.benchmarks import finetune_rate
-
-        return finetune_rate.measure(size, encoder, config.corpus[0], only, config.overrides, work)
-    if config.part == "pretrain":
-        from jobs.benchmarks import pretrain
-
-        return pretrain.measure(size, config.corpus, config.overrides, work)
-    if config.part == "embed":
-        from jobs.benchmarks import embed
-
-        return embed.measure(size, Path(config.data), work, only, encoder, config.peers)
-    if config.part == "gpu":
-        from jobs.benchmarks import gpu
-
-        return gpu.measure(
-            config.device, lambda rows: measure.write_rows(rows, config.json, source)
-        )
-    if config.part == "intents":
-        from jobs.benchmarks import intents
-
-        return intents.measure(size, Path(config.data), work)
-    if config.part == "cluster":
-        from jobs.benchmarks import object_store, scaling
-
-        return scaling.measure(size, model, work) + object_store.measure(size, work)
-    if config.part == "corpora":
-        from jobs.benchmarks import corpora
-
-        return corpora.measure(size, work, config.kills)
-    opened = [open_artifact(uri, "corpus") for uri in config.corpus]
-    if config.part == "paper" and encoder:
-        from jobs.benchmarks.paper import inference_time
-
-        return inference_time.measure(size, encoder, opened[0])
-    if config.part == "convert":
-        from jobs.benchmarks import convert
-
-        return convert.measure(size, opened[0], model, work)
-    if config.part == "serve" and config.url:
-        from jobs.benchmarks.serving import any_service
-
-        url = config.url.rstrip("/")
-        return any_service.measure(size, url, config.pool, opened, only, work)
-    assert model is not None
-    if config.part == "search":
-        from jobs.benchmarks import search
-
-        return search.measure(size, model, opened, work)
-    if config.part == "profile":
-        from jobs.benchmarks import hot_paths
-
-        return hot_paths.measure(size, model, opened, work)
-    from jobs.benchmarks.serving import parts
-
-    return parts.measure(size, model, opened, encoder_uri, only, work)
 
 
 if __name__ == "__main__":

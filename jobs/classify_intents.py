@@ -36,7 +36,7 @@ class Config:
     transformers. It is not trained."""
     input: tuple[str, ...]
     """Files or folders; a name that begins with train, valid or test says which split a file is."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the classifier, which `serve.app:build classifier=…` serves."""
     read: ReadConfig = field(default_factory=ReadConfig)
     """The files' format."""
@@ -53,7 +53,7 @@ class Config:
     """The classifier."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print the texts and the hours of their vectors, measured on this machine, and write nothing."""
-    json: str = field(default="", metadata=NOT_IDENTITY)
+    json: str = field(default="", metadata=program.OUTPUT)
     """Write the numbers to this file too."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """How much damage in the input is tolerated."""

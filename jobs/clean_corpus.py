@@ -25,7 +25,7 @@ class Config:
 
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the cleaned corpus."""
     evaluation: tuple[str, ...] = ()
     """Evaluation sets that train must not share words with: corpora (their valid and test splits), files

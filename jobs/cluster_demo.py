@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ class Config:
     service. It stops all that it started.
     """
 
-    work: str = ".cluster-demo"
+    work: str = field(default=".cluster-demo", metadata=program.OUTPUT)
     """Folder for logs and settings, below the working directory. What an earlier demo left is removed."""
     ports_from: int = 0
     """Added to each port (Ray 6379, dashboard 8265, service 8000, MLflow 5000, S3 9000, HAProxy 8404, 9101),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jobs import program
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import require
 from pipeline.engine.draft import draft
 from pipeline.models.sources import open_encoder, open_external
 
@@ -27,7 +27,7 @@ class Config:
 
     model: str
     """The model to read; of sentence-transformers also a hub id."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the new model."""
     to: Literal["polyrank", "sentence-transformers", "onnx"] = "polyrank"
     """polyrank: a ranker. sentence-transformers: a bi-encoder becomes the folders context/ and

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +44,7 @@ class Config:
     """
 
     ALIASES = MappingProxyType({"keep": "keep_running"})
-    work: str = ".demo"
+    work: str = field(default=".demo", metadata=program.OUTPUT)
     """Folder for all outputs."""
     data: str = ""
     """Folder with real dumps: RC_* files, ConvAI2's *_self_original*.txt, WikiExtractor output."""

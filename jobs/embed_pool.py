@@ -22,15 +22,7 @@ from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
-from pipeline.pools import (
-    build,
-    candidates,
-    embed,
-    gate,
-    promotion,
-    verdicts,
-    versions,
-)
+from pipeline.pools import build, candidates, embed, gate, promotion, verdicts, versions
 from pipeline.pools.build_records import PlanRecord
 from pipeline.pools.changes import Changes, RowSet
 from pipeline.pools.embed import EmbedConfig
@@ -58,7 +50,7 @@ class Config:
     """A ranker (of jobs.finetune): bi or poly."""
     candidates: tuple[str, ...]
     """Files or folders with an id and a text column."""
-    pools: str = field(metadata=NOT_IDENTITY)
+    pools: str = field(metadata=program.OUTPUT)
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""

@@ -19,12 +19,7 @@ from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import best_device, precision_of_tasks
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
-from pipeline.evaluation.questions import (
-    CandidateSource,
-    Questions,
-    questions,
-    train_responses,
-)
+from pipeline.evaluation.questions import CandidateSource, Questions, questions, train_responses
 from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
@@ -85,11 +80,11 @@ class Config:
     """Rank with cross-encoders, too, if a question has more than 1,000 candidates."""
     latency_queries: int = 50
     """Time this many questions, one at a time; 0: none."""
-    json: str = ""
+    json: str = field(default="", metadata=program.OUTPUT)
     """Write the table to this file too."""
-    plot: str = ""
+    plot: str = field(default="", metadata=program.OUTPUT)
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
-    errors: str = ""
+    errors: str = field(default="", metadata=program.OUTPUT)
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print the questions and the hours, measured on this machine, and write nothing."""

@@ -50,7 +50,7 @@ class Config:
     """A folder with corpus.jsonl, queries.jsonl and qrels/."""
     split: str = "test"
     """The file of qrels/ without .tsv."""
-    work: str = field(metadata=NOT_IDENTITY)
+    work: str = field(metadata=program.OUTPUT)
     """Folder for the pools."""
     second_stage: tuple[str, ...] = ()
     """Cross-encoders. Each orders the best documents of each model anew, in a further row."""
@@ -64,7 +64,7 @@ class Config:
     """Ask at most this many queries, the first of the file."""
     precision: Precision = "auto"
     """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
-    json: str = field(default="", metadata=NOT_IDENTITY)
+    json: str = field(default="", metadata=program.OUTPUT)
     """Write the table to this file too."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """The hardware that documents are embedded on; by default this process alone, without a cluster."""

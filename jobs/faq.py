@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs import cluster, program, workflow
@@ -43,7 +43,7 @@ class Config:
     train: bool | None = None
     """Fine-tune the encoder. null: if the table has 100 rows or more, and 2 or more for each answer on
     average."""
-    work: str = "my"
+    work: str = field(default="my", metadata=program.OUTPUT)
     """Folder of all that is made."""
     port: int = 8000
     """Port of the service."""

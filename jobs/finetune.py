@@ -40,7 +40,7 @@ class Config:
     continue_from: str = ""
     """A ranker of this job, to train with more --finetune.epochs or --finetune.max-steps. Its corpus,
     encoder, task, optimizer and model stay."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)
     """The model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jobs import cluster, program
 from jobs.sample_data import dump_generator
@@ -18,7 +18,7 @@ class Config(dump_generator.Options):
     options give the same bytes. A job that was killed goes on with the files that are missing.
     """
 
-    output: str
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the files. It is the --input of jobs.prepare_corpus."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     pool: str = ""
     """A pool (of jobs.embed_pool), or one of its versions."""
-    html: str = ""
+    html: str = field(default="", metadata=program.OUTPUT)
     """File of a corpus's HTML page; by default <name of the corpus>.html in the working directory."""
     sample_rows: int = 200_000
     """Take the numbers from at most this many rows, spread evenly over all files; 0: from all rows."""

@@ -59,7 +59,7 @@ class Config:
     """The format of the input; `--corpus`, its earlier name, means the same."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
     redact: bool | None = None
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags. null: in public dumps yes, in pairs

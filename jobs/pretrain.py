@@ -41,7 +41,7 @@ class Config:
     continue_from: str = ""
     """An encoder of this job, to train with more --pretrain.steps. Its corpora, task, optimizer and shape
     stay."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
     shape: Shape = field(default_factory=Shape, metadata=read_when({"start": ("",)}))
     """The shape of a new encoder; `--encoder.*`, its earlier name, means the same."""

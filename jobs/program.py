@@ -17,17 +17,22 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput, Stopped, parse
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
 from pipeline.processor import bound_kind
 from pipeline.storage.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
+
+OUTPUT: Mapping[str, Any] = MappingProxyType({**NOT_IDENTITY, "output": True})
+"""The `metadata` of an option that names what a job writes. It is no part of the job's identity, and
+jobs.submit refuses a folder of this machine."""
 
 command_of_verb = "python -m jobs.{}"
 """The command before a verb's options; `jobs.__main__` changes it."""

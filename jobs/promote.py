@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class Config:
     alias: str = "champion"
     """The model's alias that moves; the alias `previous` then names the version that it leaves,
     or `previous-<alias>` if the alias is not champion."""
-    pools: str = ""
+    pools: str = field(default="", metadata=program.OUTPUT)
     """Folder of all pools; with `--name`."""
     name: str = ""
     """The pool's name. With a model the pool moves to its newest version of that model."""

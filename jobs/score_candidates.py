@@ -27,7 +27,7 @@ class Config:
     teacher: tuple[str, ...]
     """Rankers (of jobs.finetune). A cross-encoder teaches bi- and poly-encoders; these teach a
     cross-encoder that has few examples of its own. Several teachers: the mean of their scores."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the corpus with scores."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, tasks and hours, measured on this machine, and write nothing."""

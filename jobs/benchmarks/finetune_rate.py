@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs import convert_model, evaluate, finetune
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.paper import trials
 from pipeline import storage
@@ -34,6 +35,7 @@ from pipeline.config import BadInput, parse, require
 from pipeline.engine.resources import best_device
 from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import ScorerResult, compare_all
+from pipeline.models.sources import open_encoder
 from pipeline.models.transformer import set_dropout
 from pipeline.training.optimization import warmup_of
 
@@ -42,19 +44,12 @@ _STEPS = {"small": 30, "full": 0}
 _EXAMPLES = {"small": 500, "full": 100_000}
 
 
-def measure(
-    size: Literal["small", "full"],
-    encoder: Path,
-    corpus: str,
-    only: Sequence[str],
-    overrides: Sequence[str],
-    work: Path,
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Samples a second as a ratio for each precision, and R@1 of ours to the better of theirs.
 
-    `only`: precisions; none: both. `overrides`: options of jobs.finetune; theirs follows where it has
-    the like.
+    `only` has precisions. `overrides` has options of jobs.finetune; theirs follows where it has the like.
     """
+    size, only = config.size, config.only or get_args(Precision)
     for name in only:
         require(name in get_args(Precision), "only", name, ", ".join(get_args(Precision)))
     if find_spec("sentence_transformers") is None:
@@ -63,16 +58,17 @@ def measure(
         )
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
-    options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
+    options = ["--finetune.max-steps", str(_STEPS[size]), *config.overrides]
     about = (
         f"{_STEPS[size]} steps, the first ones included." if _STEPS[size] else "A whole training."
     )
-    make_pair = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
+    encoder = open_encoder(config.encoder[0])[0].local()
+    corpus = open_artifact(config.corpus[0], "corpus")
     rows, results = [], list[ScorerResult]()
     for precision in get_args(Precision):
-        if only and precision not in only:
+        if precision not in only:
             continue
-        pair = make_pair(precision)
+        pair = _Pair(encoder, corpus, work, options, precision)
         ours, theirs = pair.train_ours(), pair.train_theirs("cosine")
         rows.append(
             BenchmarkRow(

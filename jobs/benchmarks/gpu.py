@@ -9,8 +9,9 @@ shapes, to see that it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 
-from jobs.benchmarks.measure import BenchmarkRow, in_turn
+from jobs.benchmark import Config
+from jobs.benchmarks.measure import BenchmarkRow, in_turn, source, write_rows
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
@@ -78,23 +80,20 @@ SCALES: dict[Device, Scale] = {
 }  # fmt: skip
 
 
-def measure(
-    device: Device, keep: Callable[[Sequence[BenchmarkRow]], None] = lambda rows: None
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
-    says why, and the other parts count nevertheless. `keep` gets all rows so far after each part."""
-    if device == "cuda" and not torch.cuda.is_available():
+    says why, and the other parts count nevertheless."""
+    if config.device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []
-    place, scale, rows = torch.device(device), SCALES[device], list[BenchmarkRow]()
+    device, scale, rows = torch.device(config.device), SCALES[config.device], list[BenchmarkRow]()
     try:
-        rows += measure_search(place, scale)
+        rows += measure_search(device, scale)
     except (BadInput, RuntimeError) as problem:
         rows.append(BenchmarkRow("gpu.search", None, "", detail={"failed": str(problem)}))
-    keep(rows)
     for length in _LENGTHS:
-        rows.append(measure_utilisation(length, place, scale))
-        keep(rows)
+        write_rows(rows, config.json, source(config.size))
+        rows.append(measure_utilisation(length, device, scale))
     return rows
 
 

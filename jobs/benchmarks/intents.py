@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jobs import classify_intents
+from jobs.benchmark import Config
 from jobs.benchmarks.inputs import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
@@ -17,11 +18,11 @@ from pipeline.config import require
 _EPOCHS = {"small": 100, "full": 500}
 
 
-def measure(size: str, data: Path, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Asks the test part where the folder `data`/intent/banking77 has one, else a tenth of train."""
-    folder = data / "intent" / "banking77"
-    require(folder.is_dir(), "data", str(data), "a folder with intent/banking77")
-    config = classify_intents.Config(
+    size, folder = config.size, Path(config.data, "intent", "banking77")
+    require(folder.is_dir(), "data", config.data, "a folder with intent/banking77")
+    job = classify_intents.Config(
         encoder=str(minilm_folder()),
         input=(str(folder),),
         output=str(work / f"banking77-{size}"),
@@ -29,9 +30,9 @@ def measure(size: str, data: Path, work: Path) -> list[BenchmarkRow]:
         head=HeadConfig(epochs=_EPOCHS[size]),
         json=str(work / f"banking77-{size}.json"),
     )
-    storage.delete(config.output)  # another encoder or other files may have made it
-    summary = classify_intents.run(config)
-    counts, epochs = summary["counts"], config.head.epochs
+    storage.delete(job.output)  # another encoder or other files may have made it
+    summary = classify_intents.run(job)
+    counts, epochs = summary["counts"], job.head.epochs
     trained, asked = counts["train_examples"], counts["examples"]
     detail = {
         "note": f"{epochs} epochs of {trained:,} texts; {asked:,} texts are asked.",

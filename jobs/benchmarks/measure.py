@@ -8,10 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,52 +129,28 @@ class Run:
 
 def run_job(verb: str, *arguments: object) -> Run:
     """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails."""
-    began = time.perf_counter()
-    with (
-        job(verb, *arguments, stdout=subprocess.PIPE) as process,
-        samples_of(lambda: _memory(process.pid), 0.5) as samples,
-    ):
-        out, _ = process.communicate()
-    if process.returncode:
-        raise BadInput(f"python -m jobs.{verb} {' '.join(map(str, arguments))}: it failed")
-    seconds = time.perf_counter() - began
-    peak = max((memory for _, memory in samples), default=0.0)
-    return Run(json.loads(out.splitlines()[-1]), seconds, peak / 2**20)
-
-
-@contextmanager
-def job(
-    verb: str, *arguments: object, stdout: int = subprocess.DEVNULL, stderr: int | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A job's process, the leader of its own group; the group is killed at the end."""
     command = [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    peak, out = 0, None
     try:
-        yield process
+        while out is None:
+            try:
+                out, _ = process.communicate(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                peak = max(peak, _memory(process.pid))
     finally:
         kill_group(process)
+    if process.returncode:
+        raise BadInput(f"{' '.join(command[1:])}: it failed")
+    return Run(json.loads(out.splitlines()[-1]), time.perf_counter() - began, peak / 2**20)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[Any]) -> None:
     """Kills a job with its whole local Ray, as the loss of a node would."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def workers_of(pid: int) -> list[psutil.Process]:
-    """The Ray workers below a process that are at work on a task of ours."""
-    workers = []
-    for process in _family(pid):
-        with suppress(psutil.Error):
-            title = " ".join(process.cmdline()[:1])
-            # A node does not survive its agents; an idle worker is no loss; actors that keep a book for
-            # others (Ray Data's, and `shards`' own) have names with an underscore.
-            if title.startswith("ray::") and not (
-                title.startswith("ray::_") or title.endswith(("Agent", "IDLE"))
-            ):
-                workers.append(process)
-    return workers
 
 
 def environment() -> Mapping[str, Any]:
@@ -186,38 +161,12 @@ def environment() -> Mapping[str, Any]:
     return {"cores": os.cpu_count(), "cpu": model, "memory_gib": round(memory, 1)}
 
 
-@contextmanager
-def samples_of(look: Callable[[], float], every_s: float) -> Iterator[list[tuple[float, float]]]:
-    """(seconds since the beginning, what `look` returned), from a thread, as long as the block lasts."""
-    samples, is_over = list[tuple[float, float]](), threading.Event()
-    began = time.perf_counter()
-
-    def watch() -> None:
-        while not is_over.wait(every_s):
-            value = look()
-            samples.append((time.perf_counter() - began, value))
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def _memory(pid: int) -> float:
+def _memory(pid: int) -> int:
     """Bytes of a process and all below it; shared pages are counted once (PSS)."""
     total = 0
-    for process in _family(pid):
-        with suppress(psutil.Error):
-            total += process.memory_full_info().pss
-    return total
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
+    with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return []
+        for member in [process, *process.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += member.memory_full_info().pss
+    return total

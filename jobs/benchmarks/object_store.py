@@ -19,6 +19,7 @@ from typing import Any
 from werkzeug.serving import make_server
 
 from jobs import cluster
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, kill_group
 from jobs.demo_stages import SECONDS, run_stage
 from pipeline import storage
@@ -31,10 +32,11 @@ _RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "convert_small.ya
 _BUCKET = "s3://lake"
 
 
-def measure(size: str, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Both sides in turn. Equal fingerprints show that the jobs' outputs are the same on both."""
     if not (find_spec("moto") and find_spec("boto3")):
         raise BadInput("the packages moto and boto3 are not installed: pip install -e '.[bench]'")
+    size = config.size
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
     fingerprints = set[tuple[str, ...]]()
     with _store(), cluster.session():
@@ -54,11 +56,7 @@ def measure(size: str, work: Path) -> list[BenchmarkRow]:
         f"{_COMMENTS[size]:,} comments: {seconds['store']:.0f} s over {seconds['local']:.0f} s, mostly the "
         f"start of jobs. {1e3 * _DELAY_S:.0f} ms of delay."
     )
-    detail = {
-        "note": note,
-        "seconds": seconds,
-        "stages": sides,
-    }
+    detail = {"note": note, "seconds": seconds, "stages": sides}
     return [
         BenchmarkRow(
             "cluster.s3.time_over_local", ratio, "of the time over local files", detail=detail
@@ -97,7 +95,7 @@ def _store() -> Iterator[None]:
         _reach(process.stdout.readline().strip())
         yield
     finally:
-        kill_group(process)  # type: ignore[arg-type]
+        kill_group(process)
 
 
 def _reach(address: str) -> None:

@@ -3,17 +3,12 @@
 All sides train the same shape on the same tokens in the same precision, one thread a process. They run in
 turn, some rounds; a rate is the median over the intervals of all rounds, the first half of each run left out.
 The bare loop gets the very micro-batches of the job, from memory.
-
-The row by workers has the curve of the job alone: 1, 2, 4, … workers in turn, at most as many as there are
-cores, and micro-batches in a step. More than four workers need larger steps: with
-`--pretrain.batch-tokens 32768` a step has 16 micro-batches of 2,048 tokens.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +19,7 @@ import torch
 
 from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
 from jobs import pretrain as pretrain_job
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
 from jobs.sample_data import sample
@@ -38,10 +34,7 @@ from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]
 
-_SAMPLE = {
-    "small": sample.Size(),
-    "full": sample.Size(reddit_threads=40_000),
-}
+_SAMPLE = {"small": sample.Size(), "full": sample.Size(reddit_threads=40_000)}
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
 _STEPS, _STEPS_BESIDE_TRAINER = 40, 16  # the Trainer takes twice the time and more
@@ -55,13 +48,9 @@ _STEP_TOKENS = 8_192
 _MICRO_BATCHES = 4  # of a step: two workers have two each, and four one
 
 
-def measure(
-    size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path
-) -> list[BenchmarkRow]:
-    """`corpus`: one corpus, tokenized or not; none: the sample corpora. `overrides`: options of
-    jobs.pretrain, for all sides."""
-    work = work / "pretrain"
-    uri = tokens(size, corpus[0] if corpus else "", work)
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    size, work = config.size, work / "pretrain"
+    uri = tokens(size, config.corpus[0] if config.corpus else "", work)
     layers, width, heads = _SHAPE[size]
     options = list(map(str, (
         "--corpus", uri, "--shape.layers", layers, "--shape.width", width,
@@ -70,10 +59,11 @@ def measure(
         "--pretrain.micro-batch-tokens", _STEP_TOKENS // _MICRO_BATCHES,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
-        "--resources.cpus-per-worker", 1, *overrides,
+        "--resources.cpus-per-worker", 1, *config.overrides,
     )))  # fmt: skip
-    sides = _sides_by_workers(options, work)
-    joint, two_workers = sides[1], sides[2]
+    joint, two_workers = (
+        _Side([*options, "--resources.workers", str(workers)], _STEPS, work) for workers in (1, 2)
+    )
     mlm = _Side([*options, "--pretrain.objective", "mlm"], _STEPS_BESIDE_TRAINER, work)
     bare, theirs, bare_pair = Rates(), Rates(), Rates()
     has_trainer = find_spec("accelerate") is not None
@@ -85,9 +75,6 @@ def measure(
             theirs += steady_rates(hf_trainer(mlm.arm, mlm.tokens_per_step()))
         two_workers.run()
         bare_pair += steady_rates(bare_loops(two_workers.arm, 2))
-        for workers, side in sides.items():
-            if workers > 2:
-                side.run()
 
     def about(steps: int) -> dict[str, object]:
         shape = f"{layers} layers of {width}, {joint.arm.precision}"
@@ -98,7 +85,6 @@ def measure(
     rows = [
         _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
         _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair, detail),
-        _by_workers(sides),
         BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
             detail={**detail, "largest of an interval": round(max(joint.waits), 4)}),
     ]  # fmt: skip
@@ -112,40 +98,6 @@ def measure(
     return rows
 
 
-def _sides_by_workers(options: Sequence[str], work: Path) -> dict[int, _Side]:
-    """The job with 1, 2, 4, … workers: always two, else at most as many as cores, and as micro-batches of a
-    step, of which each worker needs one."""
-
-    def side(workers: int) -> _Side:
-        return _Side([*options, "--resources.workers", str(workers)], _STEPS, work)
-
-    alone = side(1)
-    most = max(2, min(os.cpu_count() or 1, alone.config.pretrain.lanes))
-    return {1: alone} | {2**power: side(2**power) for power in range(1, most.bit_length())}
-
-
-def _by_workers(sides: Mapping[int, _Side]) -> BenchmarkRow:
-    """The rate of the job with the most workers, with the curve by workers. An efficiency of 1 means that N
-    workers train N times as many tokens a second as one."""
-    rates = {workers: median(side.rates) for workers, side in sides.items()}
-    efficiency = {workers: round(rate / (workers * rates[1]), 3) for workers, rate in rates.items()}
-    most = max(rates)
-    step_tokens = sides[1].config.pretrain.batch_tokens
-    return BenchmarkRow(
-        "pretrain.by_workers", rates[most], f"tokens/s, {most} workers",
-        detail={
-            "curve": {"x": "workers", "y": "tokens/s", "points": [list(point) for point in rates.items()]},
-            "efficiency": efficiency,
-            "tokens of a step at most": step_tokens,
-            "micro-batches of a step": sides[1].config.pretrain.lanes,
-            "cores": os.cpu_count(),
-            "spread": {workers: _spread(side.rates) for workers, side in sides.items()},
-            "note": f"{efficiency[most]:.2f} of {most} times the rate of one worker. With any number of "
-                    f"workers a step has at most {step_tokens:,} tokens; a worker has one thread.",
-        },
-    )  # fmt: skip
-
-
 def steady_rates(rates: Rates) -> Rates:
     """The rates of the end of a run."""
     return rates[int(len(rates) * _LEFT_OUT) :]
@@ -153,10 +105,7 @@ def steady_rates(rates: Rates) -> Rates:
 
 def _row(name: str, ours: Rates, peer: Rates, detail: Mapping[str, object]) -> BenchmarkRow:
     our_rate, peer_rate = median(ours), median(peer)
-    spread = {
-        "spread of ours": _spread(ours),
-        "spread of the peer": _spread(peer),
-    }
+    spread = {"spread of ours": _spread(ours), "spread of the peer": _spread(peer)}
     return BenchmarkRow(name, our_rate, "tokens/s", peer=peer_rate, ratio=our_rate / peer_rate,
                detail={**detail, **spread})  # fmt: skip
 

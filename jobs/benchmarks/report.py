@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and its pictures, made from the JSON files of runs: `python -m jobs.benchmarks.report`.
+"""BENCHMARKS.md and its picture, made from the JSON files of runs: `python -m jobs.benchmarks.report`.
 
 A file `results/<section>-<any name>.json` holds the rows of a run, as `jobs.benchmark --json` writes them.
 Each row has its `source`: the command, its size, the date, the commit and the machine. Numbers that were
@@ -19,7 +19,6 @@ from typing import Any
 
 from jobs.benchmarks import pictures
 from jobs.benchmarks.measure import number
-from jobs.benchmarks.pictures import Curve
 from jobs.benchmarks.targets import BY_ROW, TARGETS, Target
 from pipeline.config import BadInput, require
 
@@ -39,13 +38,8 @@ SECTIONS = {
     "intents": "Intents",
     "cluster": "Clusters",
     "gpu": "GPUs",
-    "profile": "Where the time goes",
 }
-SERVE_PICTURES = {
-    "serve/measured/load.png": "p50 and p99 by requests a second",
-    "serve/measured/burst.png": "Latency and answers while a crowd comes and goes",
-    "serve/measured/scaling.png": "A stepped load, and the replicas that follow it",
-}
+SERVE_PICTURES = {"serve/measured/load.png": "p50 and p99 by requests a second"}
 """Pictures of the committed page, by their path from the root."""
 MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
 _TEXTS = {"row", "target", "note", "run"}
@@ -121,10 +115,7 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
     """BENCHMARKS.md, for the root if the results are the committed ones, else for their own folder."""
     committed = results_folder == RESULTS
     folder = f"{RESULTS.relative_to(ROOT).as_posix()}/" if committed else ""
-    section_pictures = {
-        "profile": {folder + pictures.PROFILES: "Parts of the time of each path"},
-        "serve": SERVE_PICTURES if committed else {},
-    }
+    section_pictures = {"serve": SERVE_PICTURES if committed else {}}
     results = compare(row for rows in rows_of_section.values() for row in rows)
     counts = Counter(result.status for result in results)
     open_targets = [
@@ -146,8 +137,6 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
         _section(name, rows_of_section[name], result_of_row, section_pictures.get(name, {}))
         for name in SECTIONS
     ]
-    curves = pictures.curves(row for rows in rows_of_section.values() for row in rows)
-    parts.append(_growth(curves, folder + pictures.GROWTH))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -237,37 +226,15 @@ def _peer(row: ResultRow) -> str:
     return f"{value} ({peer_name})" if value and peer_name else value
 
 
-def _growth(curves: Sequence[Curve], picture_file: str) -> str:
-    if not curves:
-        return ""
-    lines = ["| row | from | to | slope |", "| --- | ---: | ---: | ---: |"]
-    for curve in curves:
-        first, last = (
-            f"{number(x)} {curve.x}: {number(y)} {curve.y}"
-            for x, y in (curve.points[0], curve.points[-1])
-        )
-        lines.append(f"| `{curve.row}` | {first} | {last} | {curve.slope:.2f} |")
-    return "\n".join([
-        "## Growth", "",
-        "How a measure grows with the size of its input, or with the number of workers. The slope is that of "
-        "a line through the logarithms: 1 means proportional, 0 constant.", "",
-        *lines, "", f"![Growth, on logarithmic axes]({picture_file})",
-    ])  # fmt: skip
-
-
-def svg_files(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> dict[str, str]:
-    """The pictures beside the results, by their names."""
-    rows = [row for section_rows in rows_of_section.values() for row in section_rows]
-    bars = [
-        (result.target.row, result.value, result.share)
-        for result in compare(rows)
-        if result.value is not None and result.share is not None
-    ]
-    return {
-        pictures.TARGETS: pictures.targets(bars),
-        pictures.GROWTH: pictures.growth(pictures.curves(rows)),
-        pictures.PROFILES: pictures.profiles(pictures.with_shares(rows_of_section["profile"])),
-    }
+def targets_picture(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
+    """The share of each target that is reached, as SVG."""
+    return pictures.targets(
+        [
+            (result.target.row, result.value, result.share)
+            for result in compare(row for rows in rows_of_section.values() for row in rows)
+            if result.value is not None and result.share is not None
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -278,8 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows_of_section = read(folder)
     output = (ROOT if folder == RESULTS else folder) / "BENCHMARKS.md"
     output.write_text(page(rows_of_section, folder))
-    for name, text in svg_files(rows_of_section).items():
-        (folder / name).write_text(text)
+    (folder / pictures.TARGETS).write_text(targets_picture(rows_of_section))
     print(f"{os.path.relpath(output)}: {sum(map(len, rows_of_section.values()))} rows")
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cluster, embed_pool, prepare_corpus
+from jobs.benchmark import Config
+from jobs.benchmarks import object_store
 from jobs.benchmarks.measure import BenchmarkRow, run_job
-from pipeline.artifact import Artifact
 from pipeline.config import parse
 from pipeline.engine.draft import Draft
 
@@ -31,9 +32,9 @@ _STORE = 256 << 20  # bytes of a node's object store
 _COMMENTS = {"small": 32_000, "full": 128_000}
 
 
-def measure(size: str, model: Artifact | None, work: Path) -> list[BenchmarkRow]:
-    """`model`: the ranker that embeds; None: that row is left out."""
-    dumps = work / "dumps"
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    """The row of embedding needs a model. The rows of the object store come last."""
+    size, dumps = config.size, work / "dumps"
     shutil.rmtree(dumps, ignore_errors=True)
     run_job(
         "generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps
@@ -45,19 +46,20 @@ def measure(size: str, model: Artifact | None, work: Path) -> list[BenchmarkRow]
 
     waiting = _BLOCKS[size] * _BLOCK_S / _PARSERS_A_NODE
     rows = [_row("reddit", prepare, wait_in_parser, _PARSERS_A_NODE, waiting, work)]
-    if model is None:
-        return rows
+    if not config.model:
+        return rows + object_store.measure(config, work)
     candidates = work / "candidates.csv"
     texts = (f"candidate {number}" for number in range(_SHARDS[size] * _ROWS_A_SHARD))
     candidates.write_text("\n".join(["text", *texts]))
 
     def embed(output: Path) -> None:
-        embed_pool.run(_parsed(embed_pool, "--model", model.uri, "--candidates", candidates,
+        embed_pool.run(_parsed(embed_pool, "--model", config.model, "--candidates", candidates,
                                "--embed.id-column", "", "--embed.rows-per-shard", _ROWS_A_SHARD,
                                "--resources.cpus-per-actor", 1, "--pools", output,
                                "--name", "candidates"))  # fmt: skip
 
-    return [*rows, _row("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work)]
+    rows.append(_row("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work))
+    return rows + object_store.measure(config, work)
 
 
 def _parsed(job: Any, *options: object) -> Any:

@@ -20,10 +20,11 @@ import pyarrow as pa
 import torch
 
 from jobs import cluster, embed_pool
+from jobs.benchmark import Config
 from jobs.benchmarks.inputs import read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow, in_turn
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, FileEntry
+from pipeline.artifact import Artifact, FileEntry, open_artifact
 from pipeline.config import BadInput, digest, require
 from pipeline.engine.draft import Draft, draft
 from pipeline.models import inference
@@ -56,11 +57,11 @@ _SHARD_ROWS = 16_384
 _MIXED = 0.35
 
 
-def measure(
-    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
-    ranker = poly_encoder(model)
+    size, model = config.size, open_artifact(config.model, "ranker")
+    corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+    ranker = _poly_encoder(model)
     count = max(_CHECKED[size], _QUESTIONS[size])
     contexts, texts = read_contexts(corpora[0], count), read_texts(corpora, _EMBEDDED[size])
     require(len(contexts) == count, "corpus", corpora[0].uri, f"{count} examples at least")
@@ -74,9 +75,9 @@ def measure(
     real_ND = _embed_texts(folder / "texts.npy", ranker, texts)
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
-        pool = pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
-        pool_float32 = pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
-        small_pool = pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
+        pool = _pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
+        pool_float32 = _pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
+        small_pool = _pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
     timed_questions, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
     checks = _check(pool, small_pool, questions)
     return [
@@ -321,7 +322,7 @@ def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[st
 # Pools, questions and texts
 
 
-def poly_encoder(model: Artifact) -> Ranker:
+def _poly_encoder(model: Artifact) -> Ranker:
     """Raises BadInput for a ranker with one vector per context, or none."""
     ranker = load_ranker(model.local())
     if ranker.config.vectors_per_context < 2:
@@ -339,7 +340,7 @@ def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
     return vectors
 
 
-def pool_of(
+def _pool_of(
     folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
 ) -> Pool:
     """A pool with an index of neighbours; writes one shard at a time, to save memory."""

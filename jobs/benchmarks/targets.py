@@ -247,14 +247,6 @@ TARGETS = (
         description="R@1, the least of the two best of three tasks, p < 0.05",
     ),
     Target(
-        "serve.fairness.p50_over_alone", maximum=2.0, field="ours",
-        description="p50 of a client of 5/s beside one of 200/s with short deadlines, over its p50 alone",
-    ),
-    Target(
-        "serve.heavy.p99_over_alone", maximum=5.0, field="ours",
-        description="p99 of small requests beside the heaviest allowed ones, over that alone",
-    ),
-    Target(
         "cluster.reddit.speedup_4_nodes", minimum=3.4, field="ours",
         description="Reddit stages, work that waits: time of one node over that of four",
     ),

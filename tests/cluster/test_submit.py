@@ -186,6 +186,12 @@ def test_one_of_fixed_values_is_no_folder_though_one_is_called_so(tmp_path, monk
     assert {path.partition("/")[0] for path in sent} == {"jobs", "pipeline", "serve"}
 
 
+def test_pools_that_a_job_reads_may_be_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ("serve", "--model", "s3://m", "--pools", "s3://a", "s3://b")
+    assert submit._pack(submit.Config(command=command)).entrypoint.endswith("s3://a s3://b")
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),

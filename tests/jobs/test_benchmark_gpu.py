@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pipeline.search.exact import TopRows
 
 CPU = torch.device("cpu")
 SCALE = gpu.SCALES["cpu"]
+ON_CPU = benchmark.Config(part="gpu", device="cpu")
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
@@ -29,7 +31,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_gpu_runs_runs_on_a_cpu():
-    rows = {row.row: row for row in gpu.measure("cpu")}
+    rows = {row.row: row for row in gpu.measure(ON_CPU, Path())}
     assert list(rows) == [
         "gpu.search.10m_time_over_read_floor",
         "gpu.search.16_contexts_share_of_peak",
@@ -107,7 +109,7 @@ def test_scores_that_are_not_those_of_plain_torch_fail_the_part(monkeypatch):
 
     monkeypatch.setattr(gpu, "top_rows", wrong)
     monkeypatch.setattr(gpu, "_LENGTHS", ())
-    (row,) = gpu.measure("cpu")
+    (row,) = gpu.measure(ON_CPU, Path())
     assert row.detail == {"failed": "the search's scores are not those of plain torch"}
 
 

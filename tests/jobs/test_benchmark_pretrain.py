@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import asdict
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from jobs import benchmark
 from jobs import pretrain as pretrain_job
-from jobs.benchmarks import pictures, pretrain, pretraining_peers
+from jobs.benchmarks import pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline.training.optimization import optimization
@@ -115,13 +115,13 @@ def test_the_trainer_reads_the_pairs_of_the_job(recipe):
 @pytest.mark.long
 def test_rows(in_process, corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
-    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    config = benchmark.Config(part="pretrain", corpus=(corpus,), overrides=TINY)
+    found = pretrain.measure(config, tmp_path)
     rows = {row.row: row for row in found}
     names = {"pretrain.vs_bare_loop", "pretrain.scaling_two_workers"}
-    without_peer = {"pretrain.by_workers", "pretrain.data_wait_share"}
     if find_spec("accelerate"):
         names.add("pretrain.vs_hf_trainer")
-    assert set(rows) == names | without_peer
+    assert set(rows) == {*names, "pretrain.data_wait_share"}
     for name in names:
         row = rows[name]
         assert row.ours > 0
@@ -130,9 +130,6 @@ def test_rows(in_process, corpus, tmp_path, monkeypatch):
     workers = {options[options.index("--resources.workers") + 1] for options in in_process
                if "--resources.workers" in options}  # fmt: skip
     assert workers == {"1", "2"}
-    points = rows["pretrain.by_workers"].detail["curve"]["points"]
-    assert points == [[1, rows["pretrain.vs_bare_loop"].ours],
-                      [2, rows["pretrain.scaling_two_workers"].ours]]  # fmt: skip
     assert sum("mlm" in options for options in in_process) == bool(find_spec("accelerate"))
 
 
@@ -141,39 +138,6 @@ def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monk
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
     monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
     monkeypatch.setattr(pretrain, "bare_loops", lambda arm, processes: [1.0] * 4)
-    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    config = benchmark.Config(part="pretrain", corpus=(corpus,), overrides=TINY)
+    found = pretrain.measure(config, tmp_path)
     assert "pretrain.vs_hf_trainer" not in {row.row for row in found}
-
-
-@pytest.mark.parametrize(
-    ("cores", "batch_tokens", "workers"),
-    [(16, 1024, [1, 2, 4]), (6, 4096, [1, 2, 4]), (1, 1024, [1, 2])],
-)
-def test_workers_double_up_to_the_cores_and_the_micro_batches(
-    corpus, tmp_path, monkeypatch, cores, batch_tokens, workers
-):
-    """Each worker is of less use than the one before: N of them have N ** 0.8 times the rate of one."""
-
-    def run(side):
-        count = side.config.resources.workers
-        ran.append(count)
-        side.rates += [900 * count**0.8, 1000 * count**0.8, 5000]  # the median counts
-        side.waits += [0.0]
-
-    ran = list[int]()
-    monkeypatch.setattr(pretrain._Side, "run", run)
-    monkeypatch.setattr(pretrain.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
-    monkeypatch.setattr(pretrain, "bare_loops", lambda arm, processes: [1.0] * 4)
-    options = (*TINY, "--pretrain.batch-tokens", str(batch_tokens))
-    rows = {row.row: asdict(row) for row in pretrain.measure("small", [corpus], options, tmp_path)}
-    assert sorted(ran) == workers
-    row = rows["pretrain.by_workers"]
-    [curve] = pictures.curves([row])
-    assert [count for count, _ in curve.points] == workers
-    assert curve.slope == pytest.approx(0.8)
-    most = workers[-1]
-    assert row["ours"] == pytest.approx(1000 * most**0.8)
-    assert row["detail"]["efficiency"] == {n: round(n**-0.2, 3) for n in workers}
-    assert row["detail"]["tokens of a step at most"] == batch_tokens
-    assert rows["pretrain.scaling_two_workers"]["ours"] == pytest.approx(1000 * 2**0.8)

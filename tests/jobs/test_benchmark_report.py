@@ -41,8 +41,8 @@ def test_the_page_and_its_picture_are_those_of_the_files():
     """`python -m jobs.benchmarks.report` after a change of the files, the targets or the script."""
     found = report.read(report.RESULTS)
     assert (report.ROOT / "BENCHMARKS.md").read_text() == report.page(found)
-    for name, made in report.svg_files(found).items():
-        assert texts_of((report.RESULTS / name).read_text()) == texts_of(made), name
+    picture = (report.RESULTS / pictures.TARGETS).read_text()
+    assert texts_of(picture) == texts_of(report.targets_picture(found))
 
 
 def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path):
@@ -60,6 +60,7 @@ def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path
 def test_every_target_of_the_issue_has_its_bound_here(shared):
     wanted = json.loads((shared / "targets.json").read_text())
     assert wanted.keys() == BY_ROW.keys()
+    assert len(TARGETS) == len(BY_ROW), "each once"
     for row, bounds in wanted.items():
         assert (BY_ROW[row].minimum, BY_ROW[row].maximum) == (
             bounds.get("min"),
@@ -135,32 +136,6 @@ def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
     source = measure.source("full")
     assert source["command"] == "python -m jobs.benchmark search --model poly --size full"
     assert "cores" in source["machine"]
-
-
-def test_the_slope_of_a_power_is_its_exponent(tmp_path):
-    points = [[n, 3.0 * n**1.5] for n in (10, 40, 1000, 5000)]
-    detail = {"curve": {"x": "rows", "y": "seconds", "points": points[::-1]}}
-    written(
-        tmp_path,
-        "corpora-a",
-        BenchmarkRow("a", 1.0, "s", detail=detail),
-        BenchmarkRow("b", 1.0, "s"),
-    )
-    [curve] = pictures.curves(row for rows in report.read(tmp_path).values() for row in rows)
-    assert curve.slope == pytest.approx(1.5)
-    assert texts_of(pictures.growth([curve] * 4)).count("slope 1.50") == 4
-    assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
-        report.read(tmp_path)
-    )
-
-
-def test_each_part_of_a_path_is_named():
-    parts = {"products <bf16>": 0.7, "norms": 0.285, "the rest": 0.015}
-    row = {"row": "profile.a", "ours": 2.5, "unit": "ms a text", "detail": {"shares": parts}}
-    other = {"row": "b", "ours": 1.0, "unit": "ms", "detail": {}}
-    words = texts_of(pictures.profiles(pictures.with_shares([row, other])))
-    assert {"products <bf16> 70 %", "norms 28 %", "the rest 2 %", "profile.a"} <= set(words)
-    assert "b" not in words
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path):

@@ -160,12 +160,12 @@ def test_a_service_that_is_already_there_is_measured(measure_there, tmp_path, mo
         summary = measure_there(f"{url}/", "--pool", "replies").summary
     assert sorted(summary["rows"]) == [
         "serve.by_clients", "serve.load.300_percent.goodput", "serve.load.70_percent.p99_over_p50",
-        "serve.load.curve",
     ]  # fmt: skip
     assert {json.loads(body)["pool"] for body in service.bodies} == {"replies"}
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert set(rows["serve.by_clients"]["detail"]["statuses"][0]) == {"200"}
-    assert rows["serve.load.300_percent.goodput"]["detail"]["MiB before"] == {}
+    by_clients = rows["serve.by_clients"]["detail"]
+    assert set(by_clients["statuses"][0]) == {"200"}
+    assert by_clients["note"].startswith("Answers a second with 1, 4 clients: ")
 
 
 def test_a_service_that_refuses_the_first_requests_is_not_measured(measure_there, monkeypatch):
@@ -180,7 +180,10 @@ def test_a_service_that_refuses_the_first_requests_is_not_measured(measure_there
     [
         (("--url", "localhost:8000", "--pool", "a"), "url: 'localhost:8000' is not allowed"),
         (("--url", "http://localhost:8000"), "pool: '' is not allowed"),
-        (("--url", "http://localhost:8000", "--pool", "a", "--only", "burst"), "only: ('burst',)"),
+        (
+            ("--url", "http://localhost:8000", "--pool", "a", "--only", "overhead"),
+            "only: ('overhead',)",
+        ),
         (("--pool", "a", "--model", "m"), "pool: 'a' is not allowed"),
     ],
 )
@@ -190,7 +193,7 @@ def test_options_of_a_service_that_is_already_there(run_job_here, options, said)
 
 @pytest.mark.long
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
-    size = any_service.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
+    size = any_service.Size(300, 20, 1.0, 1, 2.0, 2.0)
     monkeypatch.setitem(any_service.SIZES, "small", size)
     monkeypatch.setattr(any_service, "COUNTS", (1, 4))
     monkeypatch.setattr(
@@ -204,9 +207,6 @@ def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path,
     assert sorted(rows) == sorted(summary["rows"]) == sorted([
         "serve.rank_100k.overhead_ms", "serve.saturation_vs_in_process", "haproxy",
         "serve.batching_gain_32_clients", "serve.by_clients", "serve.load.70_percent.p99_over_p50",
-        "serve.load.300_percent.goodput", "serve.load.curve", "serve.burst.seconds_to_normal",
-        "serve.scaling.requests_lost",
+        "serve.load.300_percent.goodput", "serve.fairness.p50_over_alone", "serve.heavy.p99_over_alone",
     ])  # fmt: skip
-    assert rows["serve.scaling.requests_lost"]["ours"] == 0
-    pictures = {path.name for path in (tmp_path / "serve").glob("*.png")}
-    assert pictures == {"load.png", "burst.png", "scaling.png"}
+    assert [path.name for path in (tmp_path / "serve").glob("*.png")] == ["load.png"]

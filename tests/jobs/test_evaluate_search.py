@@ -44,7 +44,8 @@ def test_models_and_second_stages_have_the_numbers_of_their_rankings(
     """Those of `Ranker.rank` over all documents. A query is no answer to itself."""
     models = {name: tiny_ranker(name) for name in ("bi", "poly", "cross")}
     options = ("--model", models["bi"].uri, models["poly"].uri, "--second-stage", models["cross"].uri,
-               "--second-stage-documents", 4, "--together", True, "--precision", "fp32", "--work", tmp_path / "work")  # fmt: skip
+               "--second-stage-documents", 4, "--together", True, "--precision", "fp32",
+               "--work", tmp_path / "work")  # fmt: skip
     done = run_job_here("evaluate_search", "--data", data, *options, "--json", tmp_path / "t.json")
     table = done.summary["table"]
     ways = ("", " + cross", " + cross, together")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jobs.__main__ import VERBS
 from pipeline.config import flatten, identity, to_dict
 
 ACTORS = {f"resources.{name}" for name in ("actors", "max_actors", "cpus_per_actor", "gpu")}
@@ -52,7 +53,7 @@ EXCLUDED = {
     "embed_pool": {"pools", "dry_run", "publish_only", "keep", "keep_days", "lock_expires_s", "redact",
                    "embed.repeated_ids"}
     | GATE | READING | ACTORS,
-    "evaluate": {"dry_run"} | ACTORS,
+    "evaluate": {"dry_run", "json", "plot", "errors"} | ACTORS,
     "finetune": {"output", "register_as", "dry_run", "keep_training_state"} | LOOP | WORKERS,
     "prepare_corpus": {"output", "expect", "dry_run"} | READING,
     "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
@@ -72,6 +73,14 @@ def config_of(verb: str) -> Any:
     if verb == "prepare_corpus":
         required["format"] = "convai2"
     return config_class(**required)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_a_job_writes_is_marked(verb):
+    config_class = importlib.import_module(f"jobs.{verb}").Config
+    for field in fields(config_class):
+        if field.name in ("output", "json", "html", "plot", "errors", "work"):
+            assert field.metadata["output"], field.name
 
 
 @pytest.mark.parametrize("verb", EXCLUDED)

@@ -3,5 +3,4 @@
 tables.py          the models that each table compares, and the paper's numbers
 trials.py          a model, a corpus and a seed: trained and evaluated once, as tasks of the cluster
 sweep.py           a table from its trials to rows beside the paper's numbers
-inference_time.py  table 5, which trains nothing
 """

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.paper import trials
-from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial, of_encoders
-from jobs.benchmarks.paper.trials import Job, Outcome, Setting
+from jobs.benchmarks.paper.tables import TABLES, Table, Trial, of_encoders
+from jobs.benchmarks.paper.trials import Job, Outcome
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, flatten, require, to_dict
 from pipeline.evaluation import significance
 
 
-def measure(
-    number: Number, corpora: Sequence[str], only: Sequence[str], seeds: int, setting: Setting
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Runs the missing trials, and returns the table's rows.
 
     Raises BadInput for unknown trials and options, and Stopped if no trial succeeds.
     """
-    table = of_encoders(setting.encoders) if number == "encoders" else TABLES[number]
+    number, only = config.table, config.only
+    table = of_encoders(config.encoder) if number == "encoders" else TABLES[number]
     jobs = [
-        trials.plan(trial, corpus, task, seed, setting)
-        for task, corpus in _corpus_of_task(corpora).items()
+        trials.plan(trial, corpus, task, seed, config)
+        for task, corpus in _corpus_of_task(config.corpus).items()
         for trial in _selected_trials(table, only)
         if trials.paper_task(task) not in trial.tasks_without
-        for seed in range(seeds)
+        for seed in range(config.seeds)
     ]
-    require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")
+    require(bool(jobs), "only", only, "a trial that there is for these corpora")
     _check_rows(table, jobs)
     outcomes = trials.run(jobs)
     if not any(isinstance(outcome, Outcome) for outcome in outcomes.values()):
         raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
-    return rows(f"paper.{number}", f"{setting.size} recipes", table, jobs, outcomes)
+    return rows(f"paper.{number}", f"{config.size} recipes", table, jobs, outcomes)
 
 
 def rows(

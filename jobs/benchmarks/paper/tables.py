@@ -1,6 +1,5 @@
 """Tables of the Poly-encoder paper that are measured here: their models and numbers.
 
-2  negatives, bi-encoder                   R@1/20, ConvAI2 valid
 4  bi, poly and cross on four tasks        R@1, test
 distill: poly-64 from a cross-encoder      not the paper's; a corpus of jobs.score_candidates
 encoders: bi and cross from several ones   as table 4 compares BERT's, Wikipedia's and Reddit's weights
@@ -14,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.config import require
+from pipeline import storage
 
-Number = Literal[2, 4, "distill", "encoders"]
+Number = Literal[4, "distill", "encoders"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Trial:
     name: str
     architecture: Literal["bi", "poly", "cross"]
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Options of jobs.finetune. A batch of another size than the recipe's gets a learning rate that goes
-    with the square root of its size."""
+    """Options of jobs.finetune."""
     published: Mapping[str, float] = field(default_factory=dict)
     """The paper's R@1 in percent, by task."""
     tasks_without: tuple[str, ...] = ()
@@ -56,25 +54,14 @@ def _poly(m: int) -> dict[str, Any]:
     return {"ranker.m": m}
 
 
-def _negatives(count: int, published: float) -> Trial:
-    # In chunks, so that memory does not grow with the batch.
-    chunk = 32 if count + 1 > 32 else 0
-    changes = {"finetune.batch_examples": count + 1, "finetune.chunk_examples": chunk}
-    return Trial(str(count), "bi", changes, {"convai2": published})
-
-
 def _distillation(name: str, loss: str) -> Trial:
     changes = {"finetune.negatives_from": "both", "finetune.distill.loss": loss}
     return Trial(name, "poly", {**_poly(64), **changes})
 
 
 def of_encoders(uris: Sequence[str]) -> Table:
-    """A bi- and a cross-encoder from each encoder, named after its folder; all are compared with the first.
-
-    Raises BadInput for two of one name.
-    """
-    names = {uri.rstrip("/").rpartition("/")[2]: uri for uri in uris}
-    require(len(names) == len(uris), "encoder", tuple(uris), "folders of different names")
+    """A bi- and a cross-encoder from each encoder, named after its folder, to compare with the first."""
+    names = {storage.name_of(uri): uri for uri in uris}
     first, *other_names = names
     kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
     return Table(
@@ -88,11 +75,6 @@ def of_encoders(uris: Sequence[str]) -> Table:
 
 
 TABLES: dict[Number, Table] = {
-    2: Table(
-        (_negatives(31, 81.0), _negatives(63, 81.7), _negatives(127, 82.3), _negatives(255, 83.0),
-         _negatives(511, 83.3)),
-        pairs=(("511", "31"),),
-    ),
     4: Table(
         (Trial("bi", "bi", {}, _percent(81.7, 66.8, 80.6, wikipedia=71.0)),
          Trial("poly-16", "poly", _poly(16), _percent(83.2, 67.8, 81.2, wikipedia=71.5)),

@@ -1,46 +1,39 @@
 """A model on a corpus from a seed: trained by jobs.finetune, and asked what jobs.evaluate asks.
 
-Trials are tasks of the cluster, as many at once as it has room for. What one makes are two artifacts in
-a folder named after all that decides what comes out; they are found again there, by the same
-command and by another table that has the same trial. One that fails is said to have failed, and the
-others go on.
+Trials run one after the other. A trial writes a ranker and its evaluation to a folder that is named after
+all options that decide its result. The same command finds them again there, and so does another table that
+has the same trial. If a trial fails, its row says why, and the others go on.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import mlflow
-import pyarrow as pa
+import numpy as np
 import pyarrow.parquet as pq
-import ray
-import torch
 from ray.exceptions import OutOfMemoryError
-from tqdm import tqdm
 
-from jobs import cluster, evaluate, finetune
+from jobs import evaluate, finetune
+from jobs.benchmark import Config
 from jobs.benchmarks.paper.tables import Trial
-from pipeline import storage, tracking
+from pipeline import storage
 from pipeline.arrays import Ints
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, parse, to_dict
-from pipeline.engine.actors import Actors
-from pipeline.engine.draft import draft, request_of
-from pipeline.engine.resources import cpus_each, fitting, precision_of_tasks
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, Stopped, parse
+from pipeline.engine.draft import request_of
 from pipeline.evaluation import protocols
-from pipeline.evaluation.ranking import RankerScorer, load_scorer
-from pipeline.models.precision import Precision
+from pipeline.evaluation.ranking import load_scorer
 from pipeline.models.sources import Source, open_encoder
 from pipeline.storage.failures import cause_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
-_RANKS = "ranks.parquet"
 # By the source of a corpus' examples: (the task whose recipes count, the protocol).
 _TASKS: dict[str, tuple[str, protocols.Name]] = {
     "convai2": ("convai2", "convai2"),
@@ -53,23 +46,6 @@ _UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings that all trials of a sweep share."""
-
-    encoders: tuple[str, ...]
-    """One, but for the table that compares them."""
-    size: Literal["small", "full"]
-    """Size of the recipes."""
-    split: Literal["valid", "test"]
-    max_examples: int
-    """Most examples of the split."""
-    overrides: tuple[str, ...]
-    """More options of jobs.finetune, for all trials."""
-    work: str
-    """URI of the folder for what trials make."""
-
-
-@dataclass(frozen=True)
 class Job:
     """A trial with everything that decides its result."""
 
@@ -79,7 +55,7 @@ class Job:
     train: finetune.Config
     ask: evaluate.Config
     evaluation: str
-    """URI of the evaluation."""
+    """URI of the file with the ranks and the metrics."""
 
     @property
     def label(self) -> str:
@@ -132,43 +108,32 @@ def protocol(task: str) -> protocols.Name:
     return _TASKS.get(task, _UNKNOWN_TASK)[1]
 
 
-def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
+def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
-    files = recipe(task, trial.architecture, setting.size)
-    changes = {"encoder": setting.encoders[0], **trial.changes}
+    files = recipe(task, trial.architecture, config.size)
+    changes = {"encoder": config.encoder[0], **trial.changes}
     arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
              "--output", "not yet known"]  # fmt: skip
+    arguments += [f"--{name}={value}" for name, value in changes.items()]
+    arguments += [f"--loop.seed={seed}", *config.overrides]
     # A trial reads only some of the options for all trials.
-    parse_config = functools.partial(
-        parse, finetune.Config, prog="jobs.finetune", allow_unread=True
-    )
-    if batch := changes.get("finetune.batch_examples"):
-        defaults = parse_config(arguments)
-        changes["loop.learning_rate"] = defaults.loop.learning_rate * math.sqrt(
-            batch / defaults.finetune.batch_examples
-        )
-    options = [f"--{name}={value}" for name, value in changes.items()]
-    train = parse_config([*arguments, *options, f"--loop.seed={seed}", *setting.overrides])
+    train = parse(finetune.Config, arguments, "jobs.finetune", allow_unread=True)
     _, encoder = _open_encoder(train.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
-    folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
+    folder = storage.join(
+        storage.absolute(config.work), "trials", f"{task}-{trial.architecture}-{request}"
+    )
     train = replace(train, output=storage.join(folder, "ranker"))
     evaluation = evaluate.Config(
-        model=(train.output,), corpus=corpus.uri, split=setting.split,
+        model=(train.output,), corpus=corpus.uri, split=config.split,
         protocol=protocol(task),
-        max_examples=setting.max_examples, latency_queries=0,
+        max_examples=config.max_examples, latency_queries=0,
     )  # fmt: skip
     evaluation_request = request_of(
         "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
     )
-    return Job(
-        trial,
-        task,
-        seed,
-        train,
-        evaluation,
-        storage.join(folder, f"evaluation-{evaluation_request}"),
-    )
+    file = storage.join(folder, f"evaluation-{evaluation_request}.json")
+    return Job(trial, task, seed, train, evaluation, file)
 
 
 @functools.cache
@@ -178,17 +143,15 @@ def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
 
 def outcome(job: Job) -> Outcome | None:
     """The outcome of an earlier run; None: there is none."""
-    if not storage.exists(storage.join(job.evaluation, MANIFEST)):
+    if not storage.exists(job.evaluation):
         return None
-    evaluation = open_artifact(job.evaluation, "evaluation")
+    evaluation = json.loads(storage.read_bytes(job.evaluation))
     training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
-    with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
-        ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
     # A training that was resumed after its last step has no rate.
     steps_per_s = training_metrics.get("mean_steps_per_s", math.nan)
     return Outcome(
-        ranks_N,
-        evaluation.manifest["metrics"],
+        np.array(evaluation["ranks"]),
+        evaluation["metrics"],
         steps_per_s * job.train.finetune.batch_examples,
         training_metrics["step"] / steps_per_s / 60,
         training_metrics.get("peak_memory_mib", math.nan),
@@ -197,99 +160,27 @@ def outcome(job: Job) -> Outcome | None:
 
 def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
     """The outcome of each job by its label; for a failed job the reason."""
-    outcome_of_label: dict[str, Outcome | str] = {
-        job.label: earlier for job in jobs if (earlier := outcome(job))
-    }
-    missing = [job for job in jobs if job.label not in outcome_of_label]
+    outcomes: dict[str, Outcome | str | None] = {job.label: outcome(job) for job in jobs}
+    missing = [job for job in jobs if outcomes[job.label] is None]
     for ask in {job.ask.corpus: job.ask for job in missing}.values():
         evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
-    if missing:
-        bar = tqdm(desc="trials", total=len(jobs), initial=len(outcome_of_label), unit="trial")
-        with cluster.session(), bar:
-            for job, problem in run_tasks(missing):
-                outcome_of_label[job.label] = problem or outcome(job) or "nothing came out"
-                bar.write(f"{job.label}: {problem or 'done'}", file=sys.stderr)
-                bar.update()
-    return {job.label: outcome_of_label[job.label] for job in jobs}
-
-
-def run_tasks(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
-    """(job, its problem or "") of each job as it ends."""
-    task = ray.remote(num_cpus=0, max_retries=0)(train_and_evaluate)
-    pending, jobs_of_tasks = list(reversed(jobs)), dict[Any, Job]()
-    while pending or jobs_of_tasks:
-        while pending and len(jobs_of_tasks) < _capacity([*jobs_of_tasks.values(), pending[-1]]):
-            job = _with_resources(pending.pop())
-            jobs_of_tasks[task.remote(job, tracking.server())] = job
-        (finished,), _ = ray.wait(list(jobs_of_tasks), num_returns=1)
-        job = jobs_of_tasks.pop(finished)
+    for job in missing:
         try:
-            ray.get(finished)
-            yield job, ""
+            train_and_evaluate(job)
+            outcomes[job.label], state = outcome(job), "done"
         except Exception as error:  # whatever it is, the other trials go on
-            yield job, _reason(error)
+            outcomes[job.label] = state = _reason(error)
+        print(f"{job.label}: {state}", file=sys.stderr, flush=True)
+    return {label: result or "nothing came out" for label, result in outcomes.items()}
 
 
-def train_and_evaluate(job: Job, tracking_server: str) -> None:
-    """Runs the missing parts of a trial. Its training's workers and its scorer are tasks of their own."""
-    mlflow.set_tracking_uri(tracking_server)
-    finetune.run(job.train, watch=lambda step, steps: None)  # the bars of several trials would mix
+def train_and_evaluate(job: Job) -> None:
+    finetune.run(job.train)
     model = open_artifact(job.train.output, "ranker")
-    corpus = open_artifact(job.train.corpus, "corpus")
-    out = draft(job.evaluation, "evaluation", job.ask, {"model": model, "corpus": corpus})
-    if isinstance(out, Artifact):
-        return
-    measure = evaluate.measurement(job.ask, corpus)
-    precision = precision_of_tasks(job.ask.precision, job.ask.resources.gpu)
-    make_scorer = functools.partial(
-        _load_scorer, model, job.ask.resources.cpus_per_actor, precision
-    )
-    result = measure.of(job.label, make_scorer, actors=job.ask.resources)
-    settings = {**to_dict(job.ask), "precision": precision}
-    with tracking.start_evaluation(model, corpus, settings) as tracked:
-        tracked.log(result.numbers(), wait=True)
-        table = pa.table({"example_id": measure.questions.ids, "rank": result.ranking.ranks_N})
-        files = [out.write_table(_RANKS, table)]
-        counts = {"examples": len(measure.questions)}
-        out.publish(
-            files, counts, run_id=tracked.run_id, metrics=result.metrics, precision=precision
-        )
-
-
-def _load_scorer(model: Artifact, threads: int, precision: Precision) -> RankerScorer:
-    torch.set_num_threads(max(1, threads))  # Ray sets them for new processes only
-    return load_scorer(model, precision=precision)
-
-
-def _cpus(job: Job) -> int:
-    """Cores of each of its workers: what is asked for; else a GPU's share, or the workers'."""
-    resources = job.train.resources
-    processes = resources.workers
-    if resources.gpu:
-        processes = max(processes, fitting(1, 1))
-    return resources.cpus_per_worker or cpus_each(processes)
-
-
-def _with_resources(job: Job) -> Job:
-    """The job with its cores."""
-    cpus, gpu = _cpus(job), job.train.resources.gpu
-    resources = replace(job.train.resources, cpus_per_worker=cpus)
-    actors = Actors(actors=1, cpus_per_actor=cpus, gpu=gpu)
-    return replace(
-        job,
-        train=replace(job.train, resources=resources),
-        ask=replace(job.ask, resources=actors),
-    )
-
-
-def _capacity(jobs: Sequence[Job]) -> int:
-    """The number of such jobs that fit on the cluster."""
-    workers = [job.train.resources for job in jobs]
-    rooms = [
-        fitting(_cpus(job), int(each.gpu)) // each.workers
-        for job, each in zip(jobs, workers, strict=True)
-    ]
-    return max(1, min(rooms))
+    measure = evaluate.measurement(job.ask, open_artifact(job.ask.corpus, "corpus"))
+    result = measure.of(job.label, functools.partial(load_scorer, model, job.label))
+    evaluation = {"ranks": result.ranking.ranks_N.tolist(), "metrics": result.metrics}
+    storage.write_bytes(job.evaluation, json.dumps(evaluation).encode())
 
 
 def _reason(error: Exception) -> str:

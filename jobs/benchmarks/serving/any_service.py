@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from jobs.benchmark import Config
 from jobs.benchmarks import pictures
 from jobs.benchmarks.inputs import read_contexts
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.load import LoadResult, Step, clients, poisson
-from pipeline.artifact import Artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 
 PARTS = ("clients", "load")
@@ -44,10 +45,6 @@ class Size:
     steady_s: float
     """At 70 % of saturation."""
     overload_s: float
-    quiet_s: float = 20.0
-    """Before and after a burst, and of each step that replicas follow."""
-    burst_s: float = 8.0
-    burst_clients: int = 200
 
 
 SIZES = {
@@ -56,19 +53,15 @@ SIZES = {
 }
 
 
-def measure(
-    size: str, url: str, pool: str, corpora: Sequence[Artifact], only: Sequence[str], work: Path
-) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Measures a service that is already there. Raises BadInput if it does not answer."""
-    sizes, work = SIZES[size], work / "serve"
-    work.mkdir(parents=True, exist_ok=True)
-    contexts = read_contexts(corpora[0], sizes.questions)
-    service = AnyService(
-        request_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict
-    )
+    size, url = SIZES[config.size], config.url.rstrip("/")
+    contexts = read_contexts(open_artifact(config.corpus[0], "corpus"), size.questions)
+    bodies = request_bodies(contexts, config.pool)
+    service = AnyService(bodies, size, work, lambda: nullcontext(url))
     require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
     report_rows = list[BenchmarkRow]()
-    for part in only or PARTS:
+    for part in config.only or PARTS:
         print(f"{part} …", flush=True)
         report_rows += getattr(service, part)()
     return report_rows
@@ -90,8 +83,6 @@ class AnyService:
     work: Path
     running: Callable[[], AbstractContextManager[str]]
     """The URL of the service, as long as it is needed."""
-    memory_mib: Callable[[], dict[str, float]]
-    """Memory of the service's processes; empty, if they are not on this machine."""
 
     @functools.cached_property
     def saturation(self) -> float:
@@ -106,27 +97,28 @@ class AnyService:
         return result.per_s(self.size.seconds / 4, self.size.seconds)
 
     def clients(self) -> list[BenchmarkRow]:
-        """Clients who always ask: p50 for the most of them, with the curve over all `COUNTS`.
+        """Clients who always ask: p50 and answers a second for each number of `COUNTS`.
 
-        Below saturation the latency should hardly grow. Beyond it twice as many clients wait twice as long:
-        slope 1. A service that loses throughput to its queues has a steeper curve. The first quarter of the
-        time does not count. Refusals (429) are counted and have no part in the latency.
+        Beyond saturation twice as many clients wait twice as long, at the same rate of answers. The first
+        quarter of the time does not count. Refusals (429) are counted and have no part in the latency.
         """
-        points, detail, end_s = list[list[float]](), dict[str, Any](), self.size.seconds
+        detail, end_s = dict[str, list[Any]](), self.size.seconds
         with self.running() as url:
             for count in COUNTS:
                 result = clients(f"{url}/rank", self.bodies, count, end_s)
                 settled = result.between(end_s / 4, end_s).successes()
-                points.append([count, settled.ms(50)])
                 for name, value in (
                     ("answers/s", round(result.per_s(end_s / 4, end_s), 1)),
+                    ("p50, ms", round(settled.ms(50), 1)),
                     ("p99, ms", round(settled.ms(99), 1)),
                     ("statuses", result.statuses()),
                 ):
                     detail.setdefault(name, []).append(value)
-        detail["curve"] = {"x": "clients", "y": "ms (p50)", "points": points}
+        rates, counts = (", ".join(map(str, numbers)) for numbers in (detail["answers/s"], COUNTS))
+        note = f"Answers a second with {counts} clients: {rates}."
         unit = f"ms (p50) with {COUNTS[-1]} clients"
-        return [BenchmarkRow("serve.by_clients", points[-1][1], unit, detail=detail)]
+        p50 = detail["p50, ms"][-1]
+        return [BenchmarkRow("serve.by_clients", p50, unit, detail={**detail, "note": note})]
 
     def load(self) -> list[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
@@ -137,12 +129,10 @@ class AnyService:
                 result = self.send_poisson(url, [Step(self.size.seconds, share * saturation)])
                 curve.append(_point(result, share * saturation))
             steady = self.send_poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
-            memory_before = self.memory_mib()
             overload, health = services.run_together(
                 lambda: self.send_poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
                 lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
             )
-            memory_after = self.memory_mib()
         pictures.load(curve, self.work / "load.png")
         refused = overload.select(overload.status == 429)
         successes = overload.successes()
@@ -151,6 +141,8 @@ class AnyService:
             BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
                          detail={
                 "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
+                "requests/s: p50, p99, ms; requests at once": [
+                    [round(value, 1) for value in point.values()] for point in curve],
                 "statuses": steady.statuses(),
                 "note": f"{self.size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."}),
             BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
@@ -160,14 +152,7 @@ class AnyService:
                     "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after,
                     "note": f"{self.size.overload_s:.0f} s."}),
-            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
-                "requests/s: p50, p99, ms": [
-                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
-                "at once": [round(point["at_once"], 1) for point in curve],
-                "curve": {"x": "requests/s", "y": "ms (p50)",
-                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
         ]  # fmt: skip
 
     def send_poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:

@@ -2,8 +2,9 @@
 
 # No `from __future__ import annotations`: FastAPI would look for the question in the query string, and
 # answer 422.
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -27,27 +28,13 @@ class InProcess:
         self._rank([context])
         return time.perf_counter() - began
 
-    def times_alone(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
-        """Seconds of each ranking."""
-        return [seconds_taken for seconds_taken, _ in self._time_batches(seconds, contexts, 1)]
-
     def batch_rate(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
         """Rankings a second, as many at once as one pass over the pool answers."""
-        batches = list(self._time_batches(seconds, contexts, 16))
-        return sum(count for _, count in batches) / sum(
-            seconds_taken for seconds_taken, _ in batches
-        )
-
-    def _time_batches(
-        self, seconds: float, contexts: Sequence[Sequence[str]], batch_size: int
-    ) -> Iterator[tuple[float, int]]:
-        end, start = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            batch = [contexts[(start + offset) % len(contexts)] for offset in range(batch_size)]
-            began = time.perf_counter()
-            self._rank(batch)
-            yield time.perf_counter() - began, batch_size
-            start += batch_size
+        questions, count, began = itertools.cycle(contexts), 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < seconds:
+            self._rank(list(itertools.islice(questions, 16)))
+            count += 16
+        return count / elapsed
 
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine = self._engine

@@ -16,16 +16,18 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import ray
 
-from jobs.benchmarks import pictures
-from jobs.benchmarks.measure import BenchmarkRow, read_rows, samples_of
-from jobs.benchmarks.serving import services
+from jobs.benchmark import Config
+from jobs.benchmarks.inputs import embed, peer_models, read_questions_and_candidates
+from jobs.benchmarks.measure import BenchmarkRow, read_rows
+from jobs.benchmarks.serving import any_service, services
 from jobs.benchmarks.serving.any_service import (
     CLIENTS,
     SIZES,
@@ -35,76 +37,54 @@ from jobs.benchmarks.serving.any_service import (
     require_answers,
 )
 from jobs.benchmarks.serving.baselines import InProcess, Noop
-from jobs.benchmarks.serving.inputs import embed_texts, peer_models, read_questions_and_candidates
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
 from jobs.benchmarks.serving.peers import Peer, peers
-from pipeline.artifact import Artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
 from serve.http.bearer_tokens import HASHES
 from serve.limits import Limits
 
-PARTS = (
-    "overhead",
-    "throughput",
-    "clients",
-    "load",
-    "fairness",
-    "burst",
-    "scaling",
-    "rerank",
-    "embed",
-)
+PARTS = ("overhead", "throughput", "clients", "load", "fairness", "rerank", "embed")
+_PEERS = ("rerank", "embed")  # beside others' services
 _POOL = "candidates"
 _IN_PROXIES = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
-def measure(
-    size: str,
-    model: Artifact,
-    corpora: Sequence[Artifact],
-    encoder: str,
-    only: Sequence[str],
-    work: Path,
-) -> list[BenchmarkRow]:
-    """`model`: a poly-encoder. `encoder`: one of sentence-transformers, for others' services; "": they are
-    left out. `only`: parts; none: all. Pictures are written to `work`."""
-    sizes, work = SIZES[size], work / "serve"
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    """Measures the service at the URL, or starts one. A picture is written to `work`."""
+    work = work / "serve"
     work.mkdir(parents=True, exist_ok=True)
-    selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
-    require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
+    if config.url:
+        return any_service.measure(config, work)
+    size, encoder = SIZES[config.size], "".join(config.encoder)
+    model = open_artifact(config.model, "ranker")
+    corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+    selected = [p for p in PARTS if p in (config.only or PARTS) and (encoder or p not in _PEERS)]
+    require(bool(encoder) or not {*_PEERS} & {*config.only}, "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, texts = read_questions_and_candidates(corpora, sizes.questions, sizes.candidates)
-    args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
-    report_rows = list[BenchmarkRow]()
+    contexts, texts = read_questions_and_candidates(corpora, size.questions, size.candidates)
+    pools = work / "pools" / model.fingerprint
+    embed(model.uri, {f"c{n:07d}": text for n, text in enumerate(texts)}, pools, _POOL)
+    args = Args(model=model.uri, pools=[str(pools / _POOL)], name="rank")
+    rows, bodies = list[BenchmarkRow](), request_bodies(contexts, _POOL)
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
-        service = _OwnService(
-            request_bodies(contexts, _POOL),
-            sizes,
-            work,
-            running,
-            services.memory_mib,
-            port,
-            args,
-            contexts,
-        )
-        for part in PARTS:
-            if part not in selected:
-                continue
+        service = _OwnService(bodies, size, work, running, port, args, contexts)
+        for part in selected:
             print(f"{part} …", flush=True)
             try:
-                if part in ("rerank", "embed"):
-                    report_rows += service.beside_peers(part, encoder, texts)
+                if part in _PEERS:
+                    rows += service.beside_peers(part, encoder, texts)
                 else:
-                    report_rows += getattr(service, part)()
+                    rows += getattr(service, part)()
             except BadInput as problem:  # the other parts count nevertheless
-                report_rows.append(
+                rows.append(
                     BenchmarkRow(f"serve.{part}", None, "", detail={"failed": str(problem)})
                 )
     if "overhead" in selected and not os.environ.get(_IN_PROXIES):
-        report_rows.append(_with_haproxy(size, model, corpora, work))
-    return report_rows
+        rows.append(_with_haproxy(config, work))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -119,7 +99,7 @@ class _OwnService(AnyService):
         """One request at a time: the service, the same work in a process, and a deployment that does none.
 
         Each question goes to all three before the next one: between two requests to a service its model
-        leaves the processor's cache, which it does not in a process that ranks without a pause.
+        leaves the processor's cache.
         """
         service_seconds, process_seconds, noop_seconds = list[float](), list[float](), list[float]()
         with (
@@ -129,34 +109,27 @@ class _OwnService(AnyService):
             closing(Client(f"{url}/rank")) as rank_client,
             closing(Client(f"{noop}/")) as noop_client,
         ):
-            for body, context in self._questions(3 * self.size.rounds * self.size.seconds):
+            end = time.perf_counter() + 3 * self.size.rounds * self.size.seconds
+            for body, context in itertools.cycle(zip(self.bodies, self.contexts, strict=True)):
+                if time.perf_counter() > end:
+                    break
                 service_seconds.append(rank_client.ask(body))
-                process_seconds.append(services.result(process.time_once.remote(context)))
+                process_seconds.append(ray.get(process.time_once.remote(context)))
                 noop_seconds.append(noop_client.ask(body))
-            unpaused_run = process.times_alone.remote(self.contexts, self.size.seconds)
-            unpaused_ms = 1e3 * float(np.median(services.result(unpaused_run)))
         service_ms, process_ms, noop_ms = (
             1e3 * float(np.median(times))
             for times in (service_seconds, process_seconds, noop_seconds)
         )
         detail = {
-            "p50 of the service, ms": round(service_ms, 2), "p99": round(_p99(service_seconds), 2),
+            "p50 of the service, ms": round(service_ms, 2),
             "p50 in process, ms": round(process_ms, 2),
-            "p50 in process without a pause, ms": round(unpaused_ms, 2),
             "p50 of an empty deployment, ms": round(noop_ms, 2),
             "overhead over the empty deployment's": round((service_ms - process_ms) / noop_ms, 2),
             "note": f"{self.size.candidates:,} candidates, {len(service_seconds):,} requests.",
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
-        return [
-            BenchmarkRow(
-                f"serve.rank_100k.{name}",
-                service_ms - process_ms,
-                "ms",
-                peer=noop_ms,
-                detail=detail,
-            )
-        ]
+        row, difference = f"serve.rank_100k.{name}", service_ms - process_ms
+        return [BenchmarkRow(row, difference, "ms", peer=noop_ms, detail=detail)]
 
     def fairness(self) -> list[BenchmarkRow]:
         """A client of 5 requests a second, alone, beside one that asks at twice the service's capacity with
@@ -199,21 +172,12 @@ class _OwnService(AnyService):
                 ("serve.heavy.p99_over_alone", 99, beside_heavy, of_heavy, "Beside 4 lists/s."))
         ]  # fmt: skip
 
-    def _questions(self, seconds: float) -> Iterator[tuple[bytes, list[str]]]:
-        """(request body, context) of one question after the other, for so long."""
-        end = time.perf_counter() + seconds
-        for question in itertools.cycle(zip(self.bodies, self.contexts, strict=True)):
-            if time.perf_counter() > end:
-                return
-            yield question
-
     def throughput(self) -> list[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
         unbatched_args = self.args.model_copy(
             update={"name": "apart", "limits": Limits(batch_rows=1)}
         )
         rates: dict[str, list[float]] = {side: [] for side in ("batched", "apart", "process")}
-        alone_s = list[float]()
         with (
             services.ranking(self.port, self.args) as url,
             services.ranking(self.port, unbatched_args) as url_apart,
@@ -223,87 +187,21 @@ class _OwnService(AnyService):
                 seconds = self.size.seconds
                 rates["batched"].append(self.saturate(url))
                 rates["apart"].append(self.saturate(url_apart))
-                rates["process"].append(
-                    services.result(process.batch_rate.remote(self.contexts, seconds))
-                )
-                alone_s += services.result(process.times_alone.remote(self.contexts, seconds / 2))
+                rates["process"].append(ray.get(process.batch_rate.remote(self.contexts, seconds)))
         batched_rate, unbatched_rate, process_rate = (
             float(np.median(values)) for values in rates.values()
         )
         rounds = {
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
         }
-        process_gain = round(process_rate * float(np.mean(alone_s)), 2)
         size = self.size
         about = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
         return [
             BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
                 ratio=batched_rate / process_rate, detail={**rounds, "note": about}),
             BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
-                ratio=batched_rate / unbatched_rate,
-                detail={"in process, 16 together over one by one": process_gain, "note": about}),
+                ratio=batched_rate / unbatched_rate, detail={"note": about}),
         ]  # fmt: skip
-
-    def burst(self) -> list[BenchmarkRow]:
-        """A fifth of capacity; 200 more clients who always ask, for 8 s; and what is heard afterwards."""
-        size, rate = self.size, 0.2 * self.saturation
-        total_s = 2 * size.quiet_s + size.burst_s
-
-        def send_crowd() -> LoadResult:
-            time.sleep(size.quiet_s)
-            return clients(f"{url}/rank", self.bodies, size.burst_clients, size.burst_s)
-
-        with services.ranking(self.port, self.args) as url:
-            result, crowd = services.run_together(
-                lambda: self.send_poisson(url, [Step(total_s, rate)]), send_crowd
-            )
-        normal = result.between(1.0, size.quiet_s).successes().ms(50)
-        burst_end_s = size.quiet_s + size.burst_s
-        seconds = range(int(burst_end_s), int(total_s))
-        p50 = [result.between(second, second + 1.0).ms(50) for second in seconds]
-        late_seconds = [
-            second + 1.0 - burst_end_s
-            for second, ms in zip(seconds, p50, strict=True)
-            if ms > 2 * normal
-        ]
-        pictures.burst(result, crowd, size.quiet_s, burst_end_s, self.work / "burst.png")
-        after_burst = result.between(burst_end_s, total_s)
-        return [BenchmarkRow("serve.burst.seconds_to_normal", max([0.0, *late_seconds]), "s", detail={
-            "p50 before, ms": round(normal, 1), "requests/s": round(rate, 1),
-            "statuses before": result.between(0, size.quiet_s).statuses(),
-            "statuses during": result.between(size.quiet_s, burst_end_s).statuses(),
-            "statuses after": after_burst.statuses(), "the crowd's": crowd.statuses(),
-            "p50 of each second after, ms": [round(ms, 1) for ms in p50]})]  # fmt: skip
-
-    def scaling(self) -> list[BenchmarkRow]:
-        """Replicas follow a stepped load, there and back."""
-        size, saturation = self.size, self.saturation
-        max_replicas = max(2, (os.cpu_count() or 2) - 1)
-        steps = [
-            Step(size.quiet_s, 0.3 * saturation),
-            Step(2 * size.quiet_s, min(max_replicas, 1.1) * saturation),
-            Step(2 * size.quiet_s, 0.1 * saturation),
-        ]
-        options = {
-            "num_replicas": "auto",
-            "autoscaling_config": {
-                "min_replicas": 1, "max_replicas": max_replicas, "target_ongoing_requests": 4,
-                "upscale_delay_s": 3, "downscale_delay_s": 10,
-                "metrics_interval_s": 1, "look_back_period_s": 5,
-            },
-        }  # fmt: skip
-        with (
-            services.ranking(self.port, self.args, **options) as url,
-            samples_of(lambda: services.replicas(self.args.name), 0.5) as samples,
-        ):
-            result = self.send_poisson(url, steps)
-        pictures.scaling(result, samples, steps, self.work / "scaling.png")
-        counts = [int(count) for _, count in samples]
-        changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
-        lost_count = int(np.count_nonzero(~np.isin(result.status, (200, 429))))
-        return [BenchmarkRow("serve.scaling.requests_lost", lost_count, "requests", detail={
-            "replicas": changes, "statuses": result.statuses(),
-            "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
 
     def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
@@ -336,23 +234,16 @@ class _OwnService(AnyService):
         return rows
 
 
-def _p99(seconds: Sequence[float]) -> float:
-    return 1e3 * float(np.percentile(seconds, 99))
-
-
-def _with_haproxy(
-    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
-) -> BenchmarkRow:
+def _with_haproxy(config: Config, work: Path) -> BenchmarkRow:
     """The overhead again, where Serve's proxies are HAProxy: it is chosen when Ray is imported."""
     file = work / "haproxy.json"
-    command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", size, "--model", model.uri,
-               "--only", "overhead", "--work", str(work.parent), "--json", str(file),
-               *(word for corpus in corpora for word in ("--corpus", corpus.uri))]  # fmt: skip
+    command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", config.size, "--model",
+               config.model, "--corpus", *config.corpus, "--only", "overhead", "--work", str(work.parent),
+               "--json", str(file)]  # fmt: skip
     subprocess.run(command, env={**os.environ, _IN_PROXIES: "1"}, check=False, capture_output=True)
     if not file.exists():
-        return BenchmarkRow(
-            "serve.rank_100k.overhead_haproxy_ms", None, "ms", detail={"failed": " ".join(command)}
-        )
+        name = "serve.rank_100k.overhead_haproxy_ms"
+        return BenchmarkRow(name, None, "ms", detail={"failed": " ".join(command)})
     (row,) = read_rows(file)
     file.unlink()
     return row

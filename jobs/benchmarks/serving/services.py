@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
@@ -72,11 +71,6 @@ def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any
         ray.kill(handle)
 
 
-def result(reference: Any) -> Any:
-    """The result of an actor's method."""
-    return ray.get(reference)
-
-
 @contextmanager
 def other(command_at: Callable[[int], Sequence[str]], cpus: int) -> Iterator[str]:
     """The URL of another service, once it answers GET /health. `command_at(port)` starts it."""
@@ -108,26 +102,6 @@ def _answers(url: str) -> bool:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def memory_mib() -> dict[str, float]:
-    """Memory of Serve's processes; pages that several share are counted once (PSS)."""
-    mib_of_kind = dict.fromkeys(("replicas", "proxies"), 0.0)
-    for process in psutil.process_iter():
-        try:
-            title = " ".join(process.cmdline()[:1])
-            for kind, mark in (("replicas", "ServeReplica"), ("proxies", "ProxyActor")):
-                if mark in title:
-                    mib_of_kind[kind] += process.memory_full_info().pss / 2**20
-        except psutil.Error:
-            continue
-    return {kind: round(value, 1) for kind, value in mib_of_kind.items()}
-
-
-def replicas(name: str) -> int:
-    """The number of running replicas of an application."""
-    deployments = serve.status().applications[name].deployments.values()
-    return sum(states.replica_states.get("RUNNING", 0) for states in deployments)
 
 
 def run_together(
