@@ -1,5 +1,6 @@
 # make demo                         the whole path on sample corpora; KEEP=1 leaves it up, at port 8000 or PORT=…
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
+# make setup                        the environment, .venv, alone
 # make test-fast                    those without Ray, processes and whole jobs, before a commit
 # make test                         the tests of CI
 # make test-avx2                    what depends on the processor, as on one that has AVX2 and nothing later
@@ -14,7 +15,9 @@ DEMO ?= .demo
 RESULTS ?= .benchmark/results
 BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper
 
-.PHONY: demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi kuberay lock clean
+.PHONY: setup demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi kuberay lock clean
+
+setup: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA) --work .demo-data) \

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jobs import cluster, program, workflow
 from pipeline import storage
@@ -19,6 +22,8 @@ from pipeline.storage import fingerprints
 _JOBS = Path(__file__).parent
 _PAYS_FROM = 2.0
 """Questions for an answer: pipeline/OWN_DATA.md has the measurements."""
+_SERVING = ("pool", "serve")
+"""The steps after the evaluations."""
 _FEWEST_ROWS = 100
 """Fewer give training nothing to learn from, and its evaluation a handful of questions."""
 
@@ -76,15 +81,51 @@ def run(config: Config) -> program.Summary:
     }
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
     settings += [f"{group}_format={_format_options(config, group)}" for group in ("pairs", "embed")]
+    training = () if trains else ("ranker", "evaluate")
     commands = workflow.Config(
         file=str(_JOBS / "workflows" / "faq.yaml"),
         set=tuple(setting.replace("$", "$$") for setting in settings),
-        skip=() if trains else ("ranker", "evaluate"),
+        skip=training,
         dry_run=config.dry_run,
     )
     _require_same_table(config, files, table, commands)
     cluster.require_free("127.0.0.1", config.port)
-    return workflow.run(commands)
+    if config.dry_run:
+        return workflow.run(commands)
+    measured = workflow.run(replace(commands, skip=(*training, *_SERVING)))
+    model, comparison = _best_model(
+        [step for step in measured["steps"] if step["job"] == "evaluate"]
+    )
+    print(f"\n{comparison}", flush=True)
+    served = (*commands.set, f"model={model}")
+    return workflow.run(replace(commands, set=served, start_at=_SERVING[0]))
+
+
+def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """(the model to serve, a line that compares the models by the questions that they were asked)
+
+    `evaluations`: what jobs.evaluate says of the untrained model, and of the trained one if there is one.
+    """
+    asked = evaluations[0]["examples"]
+    names = ("untrained", "ranker")
+    right = {
+        name: _recall_at_1(said["table"]) for name, said in zip(names, evaluations, strict=False)
+    }
+    best = max(right, key=lambda name: (right[name], name == "ranker"))
+    counts = [
+        f"{'trained' if name == 'ranker' else 'untrained'} {share * asked:.0f}"
+        for name, share in right.items()
+    ]
+    return best, (
+        f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}. Users who "
+        f"choose other words get fewer. Serves {'the trained' if best == 'ranker' else 'the untrained'} one."
+    )
+
+
+def _recall_at_1(table: dict[str, dict[str, float]]) -> float:
+    """That of the model, which is the last row."""
+    *_, metrics = table.values()
+    return next(value for name, value in metrics.items() if name.startswith("R@1/"))
 
 
 def _table_format(config: Config, files: list[str]) -> pairs.Options:
@@ -98,6 +139,7 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
         )
         _require_rows(config.table, files, options)
         options, _ = pairs.with_guessed_columns(files, options, raw.Reading())
+        _require_named(config, files, options)
         pairs.require_columns(files, options, raw.Reading())
     except BadInput as error:
         names = {"context_column": "--question", "response_column": "--answer"}
@@ -106,6 +148,20 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
             text = text.replace(f"pairs.{field}", option)
         raise BadInput(text.replace("--pairs.", "--").replace("pairs.", "--")) from None
     return options
+
+
+def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:
+    """Raises BadInput where a column that nobody named cannot be found by its name."""
+    columns = tables.first_columns(files[0], raw.Reading(), options)
+    found = pairs.usual_columns(columns)
+    for chosen, name, what in (
+        (config.question, "context_column", "question"),
+        (config.answer, "response_column", "answer"),
+    ):
+        if not chosen and len(found[name]) != 1 and len(columns) > 1:
+            reason = "more than one column" if found[name] else "no column"
+            raise BadInput(f"{config.table}: {reason} has a usual name for {what}s; choose by --{what}: "
+                           f"{', '.join(found[name] or columns)}")  # fmt: skip
 
 
 def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
@@ -128,11 +184,23 @@ def _format_options(config: Config, group: str) -> str:
 
 def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[bool, str]:
     """(whether to train, a line that says why)"""
-    answers, rows = set[str](), 0
+    answers_of_questions, rows, empty = defaultdict[str, set[str]](set), 0, 0
     for file in files:
         for _, row in tables.read(file, table.columns, raw.Reading(), ParseReport(), form=table):
-            answers.add(str(row[table.response_column]))
-            rows += 1
+            question, answer = (row[name] for name in (table.context_column, table.response_column))
+            if str(question or "").strip() and str(answer or "").strip():
+                answers_of_questions[str(question)].add(str(answer))
+                rows += 1
+            else:
+                empty += 1
+    answers = set[str]().union(*answers_of_questions.values())
+    several = [question for question, found in answers_of_questions.items() if len(found) > 1]
+    if empty:
+        print(f"{empty:,} rows lack a question or an answer and are left out", flush=True)
+    if several:
+        print(
+            f"{len(several):,} questions have several answers, such as {several[0]!r}", flush=True
+        )
     share = rows / max(len(answers), 1)
     pays = rows >= _FEWEST_ROWS and share >= _PAYS_FROM
     counts = (

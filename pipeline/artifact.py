@@ -151,7 +151,9 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
             if storage.exists(storage.join(partial, REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
         hint = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
-        raise BadInput(f"{uri}: not a {allowed_kinds} ({MANIFEST} is missing){hint}")
+        is_away = storage.is_local(uri) and not Path(uri).exists()
+        reason = "there is no such folder" if is_away else f"{MANIFEST} is missing"
+        raise BadInput(f"{uri}: not a {allowed_kinds} ({reason}){hint}")
     try:
         manifest = json.loads(storage.read_bytes(manifest_uri))
         kind, version = manifest["kind"], manifest["format_version"]

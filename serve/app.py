@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from fastapi import FastAPI
@@ -160,7 +160,10 @@ class Args(BaseModel):
         description="Names that a request's `model` may say, beside the fingerprint; another one is a 404. "
         "None: `model` is ignored.",
     )
-    playground: bool = Field(default=True, description="Whether `/` is the playground.")
+    playground: Literal["dialogue", "query", "none"] = Field(
+        default="dialogue",
+        description="What the page at `/` first asks for; none: there is no page.",
+    )
     limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
 
     @field_validator("pools", "sharded_pools", "origins", "names", mode="before")

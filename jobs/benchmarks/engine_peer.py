@@ -32,7 +32,8 @@ def main(task: str, engine: str, model: str, file: str) -> None:
             loaded = kind(
                 folder, backend="onnx", device="cpu", model_kwargs={"file_name": name.as_posix()}
             )
-    loaded.max_seq_length = 256
+    if isinstance(loaded, SentenceTransformer):
+        loaded.max_seq_length = 256
 
     def one_pass(texts: list[str]) -> None:
         if isinstance(loaded, CrossEncoder):

@@ -44,7 +44,7 @@ def measure(
             rows.append(_row(name, "texts/s", len(texts), seconds["ours"], seconds[engine]))
     folder = _cross_encoder(work / "cross-encoder")
     cross = Ranker.from_sentence_transformers(str(folder))
-    query, *passages = [text[:1_000] for text in articles[: _RERANKED + 1]]
+    query, passages = articles[0][:100], [text[:1_000] for text in articles[1 : _RERANKED + 1]]
     reranked = functools.partial(cross.rank, query, passages)
     seconds = _in_turn("rerank", reranked, folder, [query, *passages], work, peers)
     for engine in _ENGINES:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import (
@@ -236,7 +236,7 @@ def create_app(
     record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
     record_error: Callable[[int], None] = lambda status: None,
     names: Sequence[str] = (),
-    has_playground: bool = True,
+    playground_opens: Literal["dialogue", "query", "none"] = "dialogue",
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
     the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
@@ -260,8 +260,8 @@ def create_app(
     )
     limits = limits or Limits()
     errors.install(app)
-    if has_playground:
-        playground.install(app)
+    if playground_opens != "none":
+        playground.install(app, playground_opens)
     refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
         Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error

@@ -6,6 +6,7 @@ The files beside this one are served as they are: no build step, nothing from el
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -28,13 +29,21 @@ _HEADERS = {
 }
 
 
-def install(app: FastAPI) -> None:
-    """Adds the page and its files; they are no part of the interface that openapi.json describes."""
+def install(app: FastAPI, opens: Literal["dialogue", "query"] = "dialogue") -> None:
+    """Adds the page and its files; they are no part of the interface that openapi.json describes.
+
+    `opens`: what the page first asks for. In a dialogue Enter adds a turn; a query is asked anew each time.
+    """
     files = {
         path.name: path.read_bytes()
         for path in Path(__file__).parent.iterdir()
         if path.suffix in _MEDIA
     }
+    if opens == "query":
+        choice = b'name="context" value="%s"'
+        dialogue, query = choice % b"dialogue", choice % b"query"
+        page_bytes = files[_PAGE].replace(dialogue + b" checked", dialogue)
+        files[_PAGE] = page_bytes.replace(query, query + b" checked")
 
     def answer(name: str) -> Response:
         return Response(files[name], headers=_HEADERS, media_type=_MEDIA[Path(name).suffix])

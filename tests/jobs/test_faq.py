@@ -95,6 +95,7 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     with interrupted(process := command("--port", port)) as lines:
         said = "".join(lines)
         assert {result["text"] for result in rank(port, "where is card 7 ?")} == {*CARDS}
+    assert "\nright first, of " in said
     assert process.returncode == INTERRUPTED
     assert lines[0].startswith("questions are the column 'Question', answers 'Answer'; --question")
     assert lines[1].startswith("120 rows have 30 answers, 4.0 questions for each: trains (")
@@ -162,6 +163,36 @@ def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, li
     assert trains == ("trains" in line or "--train true" in line)
 
 
+def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_path, capsys):
+    table = tmp_path / "faq.csv"
+    table.write_text("question,answer\nhow ?,so\nhow ?,so\nhow ?,thus\nwhen ?, \n,now\n")
+    config = parse(faq.Config, [str(table)], "polyrank faq")
+    _, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+    assert reason.startswith("3 rows have 2 answers, 1.5 questions for each")
+    said = capsys.readouterr().out
+    assert "2 rows lack a question or an answer and are left out" in said
+    assert "1 questions have several answers, such as 'how ?'" in said
+
+
+@pytest.mark.parametrize(
+    ("shares", "best", "counts"),
+    [
+        ((0.5, 0.75), "ranker", "untrained 12, trained 18"),
+        ((0.75, 0.5), "untrained", "untrained 18, trained 12"),
+        ((0.5, 0.5), "ranker", "untrained 12, trained 12"),
+        ((0.5,), "untrained", "untrained 12"),
+    ],
+)
+def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
+    steps = [
+        {"job": "evaluate", "examples": 24, "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r}}}
+        for r in shares
+    ]
+    model, line = faq._best_model(steps)
+    assert model == best
+    assert f"of 24 questions of the table, among all answers: {counts}. " in line
+
+
 def refusal(run_job_here, *arguments: object) -> str:
     finished: Finished = run_job_here("faq", *arguments)
     return finished.refusal
@@ -170,12 +201,20 @@ def refusal(run_job_here, *arguments: object) -> str:
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")
-    assert f"faq: --question: 'context' is not allowed; allowed: the columns of {table}: frage, ant" in (
+    assert "no column has a usual name for questions; choose by --question: frage, antwort" in (
         refusal(run_job_here, table)
-    )  # fmt: skip
-    assert "faq: --answer: 'response' is not allowed" in (
+    )
+    assert "no column has a usual name for answers; choose by --answer: frage, antwort" in (
         refusal(run_job_here, table, "--question", "frage")
     )
+    assert (
+        f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"
+        in (refusal(run_job_here, table, "--question", "q", "--answer", "antwort"))
+    )
+    table.write_text("question,query,answer\nhow ?,how ?,so\n")
+    assert "more than one column has a usual name for questions; choose by --question: question, query" in (
+        refusal(run_job_here, table)
+    )  # fmt: skip
     table.write_text("frage;antwort\nwie ?;so\n")
     assert "separated by ';', which --delimiter ';' reads" in refusal(run_job_here, table)
 
@@ -184,6 +223,10 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
     ("text", "message"),
     [
         (None, "--table faq.csv: no such file"),
+        (
+            "PK\x03\x04\x14\x00\x06\x00\b\x00\x00\x00!\x00\udcff",
+            "faq.csv: an Excel workbook, or another ZIP",
+        ),
         ("", "faq.csv: has no rows"),
         ("question,answer\n", "faq.csv: has no rows"),
         ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
@@ -193,7 +236,7 @@ def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, te
     """One with a header alone was refused for its columns."""
     monkeypatch.chdir(tmp_path)
     if text is not None:
-        (tmp_path / "faq.csv").write_text(text)
+        (tmp_path / "faq.csv").write_text(text, errors="surrogateescape")
     assert message in run_job_here("faq", "faq.csv").refusal
 
 

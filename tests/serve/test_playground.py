@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -146,7 +147,11 @@ def test_pages_that_load_scripts_from_elsewhere_are_off(client):
 
 def test_the_page_can_be_left_out(asking, tiny_ranker):
     service = asking(tiny_ranker("bi")).service
-    client = TestClient(api.create_app(service, has_playground=False))
+    for opens in ("dialogue", "query"):
+        page = TestClient(api.create_app(service, playground_opens=opens)).get("/").text
+        chosen = re.findall(r'name="context" value="(\w+)" checked', page)
+        assert chosen == [opens]
+    client = TestClient(api.create_app(service, playground_opens="none"))
     assert client.get("/").status_code == 405  # a format of Hugging Face has POST there
     assert client.get("/playground/main.js").status_code == 404
 

@@ -116,6 +116,10 @@ def _western_encoding(data: bytes) -> str:
 
 
 def _refusal(uri: str, number: int, data: bytes, guess: str, option: str) -> BadInput:
+    if number == 1 and data.startswith(b"PK\x03\x04"):
+        return BadInput(
+            f"{uri}: an Excel workbook, or another ZIP archive; save the table as CSV in UTF-8"
+        )
     if not guess:
         advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
         return BadInput(f"{uri}, line {number}: not UTF-8{advice}")

@@ -113,21 +113,24 @@ def with_guessed_columns(
 ) -> tuple[Options, str]:
     """(options whose context and response are columns of the first file, a line that says which were taken)
 
-    A default that the file lacks is replaced by its only column with a usual name, such as Question. Where
-    there is none, or more than one, the options stay as they are, and `require_columns` refuses them.
+    A default that the file lacks is replaced by its only column with a usual name, such as Question, or else
+    by its only one whose last word is such a name, such as Customer question. Where there is none it stays
+    as it is, and where one of the two fits more than one column both do; `require_columns` refuses them.
     """
     uri = next((uri for uri in uris if not file_tasks.is_document(uri)), None)
     if uri is None:
         return options, ""
     columns = tables.first_columns(uri, reading, options)
-    is_context_open = options.context_column == Options.context_column
-    is_response_open = options.response_column == Options.response_column
-    contexts = _named(columns, _CONTEXT_NAMES) if is_context_open else [options.context_column]
-    responses = _named(columns, _RESPONSE_NAMES) if is_response_open else [options.response_column]
+    found = {
+        name: named
+        for name, named in usual_columns(columns).items()
+        if getattr(options, name) == getattr(Options, name)
+    }
     has_both = {options.context_column, options.response_column} <= set(columns)
-    if has_both or len(contexts) != 1 or len(responses) != 1:
+    if has_both or any(len(named) > 1 for named in found.values()):
         return options, ""
-    guessed = replace(options, context_column=contexts[0], response_column=responses[0])
+    names = {name: named[0] for name, named in found.items() if named}
+    guessed = replace(options, **names)  # type: ignore[arg-type]
     if guessed == options:
         return options, ""
     return guessed, (
@@ -144,8 +147,19 @@ def text_column(uris: Sequence[str], form: tables.TableFormat, reading: raw.Read
     return named[0] if len(named) == 1 else ""
 
 
+def usual_columns(columns: Sequence[str]) -> dict[str, list[str]]:
+    """For the options context_column and response_column the columns with usual names."""
+    return {
+        "context_column": _named(columns, _CONTEXT_NAMES),
+        "response_column": _named(columns, _RESPONSE_NAMES),
+    }
+
+
 def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    return [column for column in columns if column.strip().lower() in names]
+    """The columns that are called so; where there are none, those whose last word is such a name."""
+    words = {column: re.split(r"[\s_-]+", column.strip().lower()) for column in columns}
+    exact = [column for column in columns if column.strip().lower() in names]
+    return exact or [column for column in columns if words[column][-1] in names]
 
 
 class Malformed(Exception):

@@ -124,7 +124,9 @@ def test_columns_may_have_any_name(tmp_path):
         ({"context_column": "question"}, ("context", "question", "answer"), ("question", "answer")),
         ({}, ("context", "question", "answer"), None),  # SQuAD's context is a paragraph
         ({}, ("question", "reply", "answer"), None),
-        ({}, ("frage", "answer"), None),
+        ({}, ("frage", "answer"), ("context", "answer")),
+        ({}, ("Customer question", "Our reply", "question id"), ("Customer question", "Our reply")),
+        ({}, ("question", "sub_question", "answer"), ("question", "answer")),
     ],
 )
 def test_columns_with_usual_names_are_taken_where_one_alone_fits(
@@ -141,7 +143,11 @@ def test_columns_with_usual_names_are_taken_where_one_alone_fits(
         assert (guessed.context_column, guessed.response_column) == taken
         assert (line == "") == (guessed == options)
         assert not line or all(repr(name) in line for name in taken)
-        pairs.require_columns([str(file)], guessed, Reading())
+        if set(taken) <= set(columns):
+            pairs.require_columns([str(file)], guessed, Reading())
+        else:
+            with pytest.raises(BadInput, match=", ".join(columns)):
+                pairs.require_columns([str(file)], guessed, Reading())
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
