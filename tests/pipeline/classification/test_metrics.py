@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pipeline.classification import metrics
 
-
 CONFUSION = np.array([[9, 1, 0], [4, 5, 1], [0, 0, 10]])
 PLACES = np.indices((3, 3)).reshape(2, 9)
 
