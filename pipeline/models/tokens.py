@@ -7,7 +7,7 @@ candidate is truncated on the right; both may lose their middle instead. Special
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -41,26 +41,21 @@ class Tokens(NamedTuple):
     segments_BT: Tensor | None = None
     """int64; 1 for the second text of a pair. None: one text a row."""
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """The batch with each of its tensors changed."""
+        segments = None if self.segments_BT is None else change(self.segments_BT)
+        return Tokens(change(self.ids_BT), change(self.mask_BT), self.lengths, segments)
+
     def to(self, device: torch.device) -> Tokens:
         """The batch on a device; from pinned memory the copy does not wait."""
-        segments = self.segments_BT
-        return Tokens(
-            self.ids_BT.to(device, non_blocking=True),
-            self.mask_BT.to(device, non_blocking=True),
-            self.lengths,
-            None if segments is None else segments.to(device, non_blocking=True),
-        )
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def rows(self, start: int, stop: int) -> Tokens:
         """Rows start to stop, without columns that are padding in all of them."""
         lengths = self.lengths[start:stop]
-        width, segments = max(lengths, default=0), self.segments_BT
-        return Tokens(
-            self.ids_BT[start:stop, :width],
-            self.mask_BT[start:stop, :width],
-            lengths,
-            None if segments is None else segments[start:stop, :width],
-        )
+        width = max(lengths, default=0)
+        part = self.map_tensors(lambda tensor_BT: tensor_BT[start:stop, :width])
+        return part._replace(lengths=lengths)
 
 
 class RowTokenizer(Protocol):
