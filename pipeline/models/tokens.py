@@ -58,6 +58,15 @@ class Tokens(NamedTuple):
         return part._replace(lengths=lengths)
 
 
+def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> Tokens:
+    """Rows of ids as a batch."""
+    lengths = tuple(map(len, rows))
+    mask_BT = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
+    ids_BT = torch.full(mask_BT.shape, pad)
+    ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+    return Tokens(ids_BT, mask_BT, lengths)
+
+
 class RowTokenizer(Protocol):
     """Texts to rows of token ids, and rows to padded batches."""
 
@@ -207,7 +216,7 @@ class Tokenizer:
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`."""
-        return self._pad(rows)._replace(segments_BT=None)
+        return pad_rows(rows, self.pad)
 
     def pairs(
         self,
@@ -219,18 +228,11 @@ class Tokenizer:
         `separators` between them."""
         more = [self.sep] * (separators - 1)
         rows = [[*a, *more, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
-        tokens = self._pad(rows)
+        tokens = pad_rows(rows, self.pad)
         context_length_B = torch.tensor([len(context) + len(more) for context in contexts])
         place_T = torch.arange(tokens.ids_BT.shape[1])
         segments_BT = ((place_T >= context_length_B[:, None]) & tokens.mask_BT).long()
         return tokens._replace(segments_BT=segments_BT)
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> Tokens:
-        lengths = tuple(map(len, rows))
-        mask_BT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        ids_BT = torch.full(mask_BT.shape, self.pad)
-        ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row])
-        return Tokens(ids_BT, mask_BT, lengths)
 
 
 def _head(text: str, characters: int) -> str:

@@ -57,7 +57,7 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     elif config.start != "paper":  # with weights: for the parts that they lack
         start_from_shared_words(network, _rarity(folder, tokenizer))
     if has_weights:
-        weights = _to_parameters(_read_weights(folder), _tables(network))
+        weights = _to_parameters(_read_weights(folder), network.tables)
         state = network.state_dict()
         for name in [name for name in weights if name.startswith(_NEWEST)]:
             weights.setdefault(_EARLIER + name.removeprefix(_NEWEST), weights[name])
@@ -78,13 +78,12 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
         "meta"
     ):  # drawing the paper's 38 million weights would take longer than reading
         network = ConvertNetwork(config, len(tokenizer))
-    tables = _tables(network)
     expected = _saved_shapes(config, network)
     _require_shapes(folder, weights, expected)
     network = network.to_empty(device="cpu")
     network.reset_buffers()
     if config.quantised:
-        for name, table in tables.items():
+        for name, table in network.tables.items():
             low, high = weights.pop(f"{name}.{_RANGE}").tolist()
             table.freeze(weights.pop(f"{name}.{_LEVELS}"), low, high)
     if config.saves_int8:
@@ -103,7 +102,7 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
     weights = {name: value.detach() for name, value in network.named_parameters()}
     if network.config.quantised:
         weights = {name: value.half() for name, value in weights.items()}
-        for name, table in _tables(network).items():
+        for name, table in network.tables.items():
             levels, low, high = table.to_levels()
             weights.pop(f"{name}.weight", None)
             weights[f"{name}.{_LEVELS}"] = levels
@@ -171,10 +170,6 @@ def _vectors(folder: Path, tokenizer: ConvertTokenizer, length: int) -> Tensor:
     return vectors_VE
 
 
-def _tables(network: ConvertNetwork) -> dict[str, Table]:
-    return {name: part for name, part in network.named_modules() if isinstance(part, Table)}
-
-
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
@@ -208,7 +203,7 @@ def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, T
     """The tensors in the file of such a model, for their shapes."""
     expected: dict[str, Tensor] = dict(network.named_parameters())
     if config.quantised:
-        for name in _tables(network):
+        for name in network.tables:
             expected[f"{name}.{_LEVELS}"] = expected.pop(f"{name}.weight")
             expected[f"{name}.{_RANGE}"] = torch.empty(2)
     if config.saves_int8:

@@ -18,12 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipeline.config import BadInput
 from pipeline.models.convert.fingerprint import fingerprint64
-from pipeline.models.tokens import Tokens
+from pipeline.models.tokens import Tokens, pad_rows
 
 VOCABULARY = "vocabulary.json"
 MARK = "﹏"
@@ -46,8 +45,8 @@ def token_ids(
     `vocabulary`: V subwords in the order of their ids, or their ids. Texts are not truncated. Reference 5.1.
     """
     subwords = Subwords(vocabulary, buckets)
-    rows = [subwords.ids(text) for text in texts]
-    return _pad_rows(rows, subwords.pad)
+    ids_BT = pad_rows([subwords.ids(text) for text in texts], subwords.pad).ids_BT
+    return ids_BT, ids_BT != subwords.pad
 
 
 def runs(text: str) -> Iterator[str]:
@@ -142,14 +141,6 @@ def _number_pieces(vocabulary: Sequence[str]) -> dict[str, int]:
     return {piece: number for number, piece in enumerate(vocabulary)}
 
 
-def _pad_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows), default=0)
-    ids_BT = torch.full((len(rows), width), pad)
-    for ids_T, row in zip(ids_BT, rows, strict=True):
-        ids_T[: len(row)] = torch.tensor(row, dtype=torch.long)
-    return ids_BT, ids_BT != pad
-
-
 def join_earlier(turns: Sequence[str], limit: int, numbered: bool) -> str:
     """The `limit` newest of some earlier turns, oldest first, as one text: newest first (reference 5.6).
 
@@ -207,11 +198,9 @@ class ConvertTokenizer:
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""
-        ids_BT, _ = _pad_rows(rows, self.pad)
-        lengths = tuple(map(len, rows))
-        inside_BT = torch.arange(ids_BT.shape[1]) < torch.tensor(lengths)[:, None]
+        ids_BT, inside_BT, lengths, _ = pad_rows(rows, self.pad)
         segments_BT = ((ids_BT == self.pad) & inside_BT).cumsum(1)
-        return Tokens(ids_BT, (ids_BT != self.pad) & inside_BT, lengths, segments_BT)
+        return Tokens(ids_BT, ids_BT != self.pad, lengths, segments_BT)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token as text: "\\ufffd" for one of a hash bucket, a line's end for what stands before the
