@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.config import BadInput
@@ -31,6 +30,7 @@ from pipeline.models.convert.start import (
 )
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
+from pipeline.models.transformer import read_weights
 
 WEIGHTS = "weights.safetensors"
 COUNTS = "counts.json"
@@ -162,7 +162,7 @@ def _vectors(folder: Path, tokenizer: ConvertTokenizer, length: int) -> Tensor:
     if not path.exists():
         raise BadInput(f"ranker.start: 'taught_words' is not allowed; allowed: another, as {folder} has no "
                        f"{VECTORS} (jobs.train_tokenizer --tokenizer.vectors true makes them)")  # fmt: skip
-    vectors_VE = _read_tensors(path).get("vectors", torch.empty(0)).float()
+    vectors_VE = read_weights(path).get("vectors", torch.empty(0)).float()
     expected = [len(tokenizer.vocabulary), length]
     if list(vectors_VE.shape) != expected:
         raise BadInput(f"{path}: vectors has {list(vectors_VE.shape)}; allowed: {expected}, the subwords of "
@@ -174,15 +174,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
         raise BadInput(f"{folder}: the model has no weights ({WEIGHTS} is missing)")
-    return _read_tensors(path)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise BadInput(f"{path}: not to be read ({error})") from None
-    return tensors
+    return read_weights(path)
 
 
 def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
