@@ -50,6 +50,11 @@ def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
     with torch.no_grad():
         expected = loaded.network.encode_texts(tokens)
     np.testing.assert_allclose(r, expected, rtol=0, atol=1e-3)
+    for place, ids_T in enumerate(
+        loaded.candidate_rows(TEXTS)
+    ):  # alone; the empty one is a single token
+        (alone,) = session.run(["candidate"], {"ids": [ids_T]})
+        np.testing.assert_allclose(alone[0], candidate[place], rtol=0, atol=1e-5)
 
 
 @needs_onnx
