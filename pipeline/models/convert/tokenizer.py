@@ -10,6 +10,7 @@ space between two words has no piece: the mark stands for it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -33,7 +34,6 @@ those that vocabularies of earlier versions have, as their models were trained w
 _LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
 _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
-_CHARACTERS_PER_TOKEN = 8
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -55,11 +55,10 @@ def runs(text: str) -> Iterator[str]:
 
     Only the letters A to Z are lower-cased. Symbols, such as "$" or an emoji, are word characters.
     """
-    parts = _run_pattern().findall(text.translate(_LOWER))
-    last = len(parts) - 1
-    for number, run in enumerate(parts):
-        if run != " " or number in (0, last):
-            yield MARK + run
+    for match in _run_pattern().finditer(text):
+        run = match[0]
+        if run != " " or match.start() == 0 or match.end() == len(text):
+            yield MARK + (run.lower() if run.isascii() else run.translate(_LOWER))
 
 
 @lru_cache(maxsize=1)
@@ -94,24 +93,8 @@ class Subwords:
 
     def ids(self, text: str, limit: int | None = None) -> list[int]:
         """The ids of a text, or its first `limit`; the rest of the text is not read."""
-        if limit is not None:
-            return self._first_ids(text, limit)
-        return [number for run in runs(text) for number in self._ids_of_run(run)]
-
-    def _first_ids(self, text: str, limit: int) -> list[int]:
-        characters = limit * _CHARACTERS_PER_TOKEN
-        while True:
-            part = text[:characters]
-            ids = list[int]()
-            # A run that was cut has other pieces, so that the part's last run counts only at the text's end.
-            complete_runs = list(runs(part)) if len(part) == len(text) else list(runs(part))[:-1]
-            for run in complete_runs:
-                ids += self._ids_of_run(run)
-                if len(ids) >= limit:
-                    return ids[:limit]
-            if len(part) == len(text):
-                return ids
-            characters *= 4
+        ids = (number for run in runs(text) for number in self._ids_of_run(run))
+        return list(itertools.islice(ids, limit))
 
     def pieces(self, run: str) -> Iterator[str]:
         """Greedily the longest that the vocabulary has, from the left; else a character."""
