@@ -299,7 +299,7 @@ class Reader:
 
     def job(self, words: list[str]) -> None:
         if "onnx" in words:
-            pytest.importorskip("onnx")
+            pytest.importorskip("onnxscript")
         if words[0] == "serve":
             self.serve(words[1:])
             return

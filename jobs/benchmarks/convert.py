@@ -130,7 +130,7 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     ranker.quantise()
     encoders: dict[str, Callable[[], object]] = {"bf16": lambda: inference.candidate_vectors(ours, texts),
             "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
-    if find_spec("onnx") and find_spec("onnxruntime"):
+    if find_spec("onnxscript") and find_spec("onnxruntime"):
         encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
     inference.prepare(ranker, torch.device("cpu"))
     seconds = in_turn(encoders, rounds)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from sklearn.metrics import confusion_matrix, f1_score
 from torch import Tensor
 
 from pipeline.arrays import Bools, Floats, Ints
@@ -50,14 +51,14 @@ def answers(texts: Sequence[Labelled], probabilities: Tensor, labels: tuple[str,
     )
 
 
-def numbers(answers: Answers, intents: int, threshold: float) -> dict[str, float]:
+def numbers(answers: Answers, threshold: float) -> dict[str, float]:
     """`accuracy` and `macro_f1` are of the texts in scope, whatever the threshold; with texts out of scope
     `in_scope_accuracy`, `oos_recall` and `oos_precision` say what the threshold does."""
-    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, intents)
-    names = tuple(map(str, range(intents)))
+    pair = answers.true_N, answers.answered_N
     values = {
-        "accuracy": metrics.accuracy(counts_CC),
-        "macro_f1": metrics.macro_f1(metrics.by_intent(counts_CC, names)),
+        "accuracy": float(answers.is_right.mean()),
+        # Of the intents that the texts have: those without a text have no F1.
+        "macro_f1": float(f1_score(*pair, labels=np.unique(answers.true_N), average="macro")),
     }
     if len(answers.outside_M):
         scope = metrics.scope(threshold, answers.confidence_N, answers.is_right, answers.outside_M)
@@ -67,11 +68,11 @@ def numbers(answers: Answers, intents: int, threshold: float) -> dict[str, float
 
 def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
     """The worst intents, the pairs that are confused, and every intent."""
-    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
-    results = metrics.by_intent(counts_CC, labels)
+    pair = answers.true_N, answers.answered_N
+    results = metrics.by_intent(*pair, labels)
     return {
         "worst": [result._asdict() for result in metrics.worst(results)],
-        "confusions": [pair._asdict() for pair in metrics.confusions(counts_CC, labels)],
+        "confusions": [confusion._asdict() for confusion in metrics.confusions(*pair, labels)],
         "by_intent": [result._asdict() for result in results],
     }
 
@@ -79,14 +80,15 @@ def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
 def plot(answers: Answers, labels: tuple[str, ...]) -> bytes:
     """A PNG of the confusion: a row is an intent, a column what its texts were answered with, as shares of
     the row. Of more than 40 intents the 30 worst, and the others' answers together."""
-    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
-    results = metrics.by_intent(counts_CC, labels)
+    results = metrics.by_intent(answers.true_N, answers.answered_N, labels)
     shown_intents = sorted(
         result.intent for result in (results if len(results) <= _WHOLE else results[:_SHOWN])
     )
     places = [labels.index(name) for name in shown_intents]
-    rows_RC = counts_CC[places]
-    shares_RR = rows_RC[:, places] / rows_RC.sum(1, keepdims=True)
+    shares_CC = confusion_matrix(
+        answers.true_N, answers.answered_N, labels=range(len(labels)), normalize="true"
+    )
+    shares_RR = shares_CC[np.ix_(places, places)]
     columns = list(shown_intents)
     if len(shown_intents) < len(labels):
         shares_RR = np.column_stack([shares_RR, 1 - shares_RR.sum(1)])

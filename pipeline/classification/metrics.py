@@ -1,10 +1,11 @@
-"""Metrics of a classifier of intents. N texts, C intents; counts[true, answered] is the confusion."""
+"""Metrics of a classifier of intents. N texts, C intents, by their places in `labels`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from pipeline.arrays import Bools, Floats, Ints
 
@@ -31,43 +32,20 @@ class Confusion(NamedTuple):
     examples: int
 
 
-def confusion_counts(true_N: Ints, answered_N: Ints, intents: int) -> Ints:
-    """[C, C]"""
-    counts = np.zeros((intents, intents), np.int64)
-    np.add.at(counts, (true_N, answered_N), 1)
-    return counts
-
-
-def accuracy(counts_CC: Ints) -> float:
-    """Share of the texts whose intent is answered."""
-    return float(np.trace(counts_CC) / counts_CC.sum())
-
-
-def by_intent(counts_CC: Ints, labels: tuple[str, ...]) -> list[IntentResult]:
+def by_intent(true_N: Ints, answered_N: Ints, labels: tuple[str, ...]) -> list[IntentResult]:
     """The intents that the texts have, worst F1 first. A precision without answers is 0."""
-    right_counts_C = np.diag(counts_CC)
-    texts_C, answers_C = counts_CC.sum(1), counts_CC.sum(0)
+    wrong_counts_CC = _wrong_counts(true_N, answered_N, labels)
+    scores = precision_recall_fscore_support(
+        true_N, answered_N, labels=range(len(labels)), zero_division=0
+    )
     results = []
-    for place in np.flatnonzero(texts_C).tolist():
-        wrong_counts_C = counts_CC[place].copy()
-        wrong_counts_C[place] = 0
-        most_confused = int(wrong_counts_C.argmax())
-        results.append(
-            IntentResult(
-                labels[place],
-                int(texts_C[place]),
-                float(right_counts_C[place] / texts_C[place]),
-                float(right_counts_C[place] / max(answers_C[place], 1)),
-                float(2 * right_counts_C[place] / (texts_C[place] + answers_C[place])),
-                labels[most_confused] if wrong_counts_C[most_confused] else "",
-            )
-        )
+    for place, (precision, recall, f1, examples) in enumerate(zip(*scores, strict=True)):
+        wrong_counts_C = wrong_counts_CC[place]
+        taken_for = labels[int(wrong_counts_C.argmax())] if wrong_counts_C.any() else ""
+        numbers = (float(recall), float(precision), float(f1))
+        if examples:
+            results.append(IntentResult(labels[place], int(examples), *numbers, taken_for))
     return sorted(results, key=lambda result: (result.f1, result.intent))
-
-
-def macro_f1(results: list[IntentResult]) -> float:
-    """The mean of the F1 of the intents that the texts have."""
-    return float(np.mean([result.f1 for result in results]))
 
 
 def worst(results: list[IntentResult]) -> list[IntentResult]:
@@ -75,10 +53,9 @@ def worst(results: list[IntentResult]) -> list[IntentResult]:
     return [result for result in results if result.f1 < 1][:_WORST]
 
 
-def confusions(counts_CC: Ints, labels: tuple[str, ...]) -> list[Confusion]:
+def confusions(true_N: Ints, answered_N: Ints, labels: tuple[str, ...]) -> list[Confusion]:
     """The ten pairs that are confused most often."""
-    wrong_counts_CC = counts_CC.copy()
-    np.fill_diagonal(wrong_counts_CC, 0)
+    wrong_counts_CC = _wrong_counts(true_N, answered_N, labels)
     order = np.argsort(-wrong_counts_CC, axis=None, kind="stable")[:_PAIRS]
     pairs = [divmod(int(place), len(labels)) for place in order]
     return [
@@ -86,6 +63,13 @@ def confusions(counts_CC: Ints, labels: tuple[str, ...]) -> list[Confusion]:
         for a, b in pairs
         if wrong_counts_CC[a, b]
     ]
+
+
+def _wrong_counts(true_N: Ints, answered_N: Ints, labels: tuple[str, ...]) -> Ints:
+    """[C, C]: the confusion, with 0 for right answers."""
+    counts_CC: Ints = confusion_matrix(true_N, answered_N, labels=range(len(labels)))
+    np.fill_diagonal(counts_CC, 0)
+    return counts_CC
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
         classifier = replace(classifier, threshold=threshold)
     test_probabilities = classifier.probabilities(vectors.of(texts.tested).cpu())
     answers = evaluation.answers(texts.tested, test_probabilities, labels)
-    numbers = evaluation.numbers(answers, len(labels), classifier.threshold)
+    numbers = evaluation.numbers(answers, classifier.threshold)
     record = HeadRecord(
         seed=seed,
         numbers=numbers,

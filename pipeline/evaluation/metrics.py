@@ -32,13 +32,11 @@ def recall_at(ranks: Ints, k: int) -> float:
     return float((ranks <= k).mean())
 
 
-def mean_reciprocal_rank(ranks: Ints) -> float:
-    """MRR: the mean of 1/rank; with one right candidate it is the mean average precision too."""
-    return float((1.0 / ranks).mean())
-
-
 def metric_values(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, Floats]:
-    """What each question adds to each metric, [N] each: {"R@1/20": 0 or 1, …, "MRR": 1/rank}."""
+    """What each question adds to each metric, [N] each: {"R@1/20": 0 or 1, …, "MRR": 1/rank}.
+
+    With one right candidate MRR is the mean average precision, too.
+    """
     recalls = {f"R@{k}/{candidates}": 1.0 * (ranks <= k) for k in recall_ks if k < candidates}
     return {**recalls, "MRR": 1.0 / ranks}
 

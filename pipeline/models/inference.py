@@ -19,6 +19,7 @@ from pipeline.models import cpu
 from pipeline.models.network import TextEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
+from pipeline.models.tokens import Tokens
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
@@ -94,12 +95,7 @@ def row_vectors(
     ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
 ) -> Tensor:
     """[N, D] for N candidates that `Ranker.candidate_rows` has tokenised, in their order."""
-
-    def forward(places: list[int]) -> Tensor:
-        tokens = ranker.tokenizer.batch([rows[place] for place in places])
-        return ranker.dual.encode_candidates(tokens.to(ranker.device))
-
-    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    return _encode_rows(ranker, rows, batch_tokens, ranker.dual.encode_candidates)
 
 
 def context_vectors(
@@ -113,28 +109,19 @@ def context_row_vectors(
     ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
 ) -> tuple[Tensor, Tensor]:
     """As `context_vectors`, for contexts that `Ranker.context_rows` has tokenised."""
-    dual = ranker.dual
 
-    def forward(places: list[int]) -> Tensor:
-        tokens = ranker.tokenizer.batch([rows[place] for place in places])
-        vectors_BMD, mask_BM = dual.encode_contexts(tokens.to(ranker.device))
+    def encode(tokens: Tokens) -> Tensor:
+        vectors_BMD, mask_BM = ranker.dual.encode_contexts(tokens)
         # One tensor for both: the mask travels as a last column.
         return torch.cat([vectors_BMD.float(), mask_BM[:, :, None].float()], dim=2)
 
-    outputs = _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    outputs = _encode_rows(ranker, rows, batch_tokens, encode)
     return outputs[:, :, :-1], outputs[:, :, -1] > 0
 
 
-def text_row_vectors(
-    ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
-) -> Tensor:
+def text_row_vectors(ranker: Ranker, rows: Sequence[Sequence[int]]) -> Tensor:
     """[N, F]: one vector each of N contexts that `Ranker.context_rows` has tokenised, in their order."""
-
-    def forward(places: list[int]) -> Tensor:
-        tokens = ranker.tokenizer.batch([rows[place] for place in places])
-        return ranker.dual.encode_texts(tokens.to(ranker.device))
-
-    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    return _encode_rows(ranker, rows, BATCH_TOKENS, ranker.dual.encode_texts)
 
 
 def vector_scores(
@@ -153,12 +140,7 @@ def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
 
     Raises BadInput for a ranker whose contexts have no vectors.
     """
-    network = ranker.dual
-
-    def forward(places: list[int]) -> Tensor:
-        return network.attention_to_tokens(ranker.tokenizer.batch([row]).to(ranker.device))
-
-    return _run_in_batches(ranker, [len(row)], BATCH_TOKENS, forward)[0]
+    return _encode_rows(ranker, [row], BATCH_TOKENS, ranker.dual.attention_to_tokens)[0]
 
 
 def pair_scores(
@@ -190,6 +172,19 @@ def pair_row_scores(
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
     return _run_in_batches(ranker, lengths, batch_tokens, forward)
+
+
+def _encode_rows(
+    ranker: Ranker,
+    rows: Sequence[Sequence[int]],
+    batch_tokens: int,
+    encode: Callable[[Tokens], Tensor],
+) -> Tensor:
+    def forward(places: list[int]) -> Tensor:
+        tokens = ranker.tokenizer.batch([rows[place] for place in places])
+        return encode(tokens.to(ranker.device))
+
+    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
 
 
 def _run_in_batches(

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +24,7 @@ from pipeline.models.losses import false_negatives, ranking_loss, right_above_al
 from pipeline.models.reduction import reduce
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, load_pretrained, new_config
+from pipeline.models.transformer import Encoder, load_pretrained, new_config, read_weights
 
 NEXT_HEAD = "next_head.safetensors"
 # Predicted positions whose logits are in memory at once. Each takes some 360 kB on the way back with a
@@ -218,10 +217,7 @@ def read_next_head(folder: Path, width: int) -> dict[str, Tensor]:
     path = folder / NEXT_HEAD
     if not path.exists():
         return {}
-    try:
-        weights: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise BadInput(f"{path}: not to be read ({error})") from None
+    weights = read_weights(path)
     shapes, needed = (
         {k: list(v.shape) for k, v in weights.items()},
         {"weight": [1, width], "bias": [1]},

@@ -20,8 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
@@ -47,7 +46,7 @@ from pipeline.models.settings import (
     read_settings,
 )
 from pipeline.models.tokens import RowTokenizer, Tokenizer, Tokens
-from pipeline.models.transformer import Encoder
+from pipeline.models.transformer import Encoder, read_weights
 
 OnEncoder = DualEncoder | CrossEncoder
 RankerNetwork = OnEncoder | ConvertNetwork
@@ -225,10 +224,7 @@ def load_ranker(folder: Path) -> Ranker:
     encoder = Encoder.load(folder / name)
     candidate_encoder = Encoder.load(folder / _CANDIDATES) if config.has_two_towers else None
     network = new_network(config, encoder, candidate_encoder)
-    try:
-        head = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
-    except SafetensorError as error:
-        raise BadInput(f"{folder / _HEAD}: not to be read ({error})") from None
+    head = read_weights(folder / _HEAD) if (folder / _HEAD).exists() else {}
     set_head(network, head, f"{folder / _HEAD}: does not fit {SETTINGS}")
     ranker = Ranker(config, Tokenizer.load(folder / name), network)
     return ranker.eval()

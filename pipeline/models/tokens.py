@@ -7,7 +7,7 @@ candidate is truncated on the right; both may lose their middle instead. Special
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -41,26 +41,30 @@ class Tokens(NamedTuple):
     segments_BT: Tensor | None = None
     """int64; 1 for the second text of a pair. None: one text a row."""
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """The batch with each of its tensors changed."""
+        segments = None if self.segments_BT is None else change(self.segments_BT)
+        return Tokens(change(self.ids_BT), change(self.mask_BT), self.lengths, segments)
+
     def to(self, device: torch.device) -> Tokens:
         """The batch on a device; from pinned memory the copy does not wait."""
-        segments = self.segments_BT
-        return Tokens(
-            self.ids_BT.to(device, non_blocking=True),
-            self.mask_BT.to(device, non_blocking=True),
-            self.lengths,
-            None if segments is None else segments.to(device, non_blocking=True),
-        )
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def rows(self, start: int, stop: int) -> Tokens:
         """Rows start to stop, without columns that are padding in all of them."""
         lengths = self.lengths[start:stop]
-        width, segments = max(lengths, default=0), self.segments_BT
-        return Tokens(
-            self.ids_BT[start:stop, :width],
-            self.mask_BT[start:stop, :width],
-            lengths,
-            None if segments is None else segments[start:stop, :width],
-        )
+        width = max(lengths, default=0)
+        part = self.map_tensors(lambda tensor_BT: tensor_BT[start:stop, :width])
+        return part._replace(lengths=lengths)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> Tokens:
+    """Rows of ids as a batch."""
+    lengths = tuple(map(len, rows))
+    mask_BT = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
+    ids_BT = torch.full(mask_BT.shape, pad)
+    ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+    return Tokens(ids_BT, mask_BT, lengths)
 
 
 class RowTokenizer(Protocol):
@@ -212,7 +216,7 @@ class Tokenizer:
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`."""
-        return self._pad(rows)._replace(segments_BT=None)
+        return pad_rows(rows, self.pad)
 
     def pairs(
         self,
@@ -224,18 +228,11 @@ class Tokenizer:
         `separators` between them."""
         more = [self.sep] * (separators - 1)
         rows = [[*a, *more, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
-        tokens = self._pad(rows)
+        tokens = pad_rows(rows, self.pad)
         context_length_B = torch.tensor([len(context) + len(more) for context in contexts])
         place_T = torch.arange(tokens.ids_BT.shape[1])
         segments_BT = ((place_T >= context_length_B[:, None]) & tokens.mask_BT).long()
         return tokens._replace(segments_BT=segments_BT)
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> Tokens:
-        lengths = tuple(map(len, rows))
-        mask_BT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        ids_BT = torch.full(mask_BT.shape, self.pad)
-        ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row])
-        return Tokens(ids_BT, mask_BT, lengths)
 
 
 def _head(text: str, characters: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, ModernBertModel
 from transformers.utils import logging as hf_logging
@@ -20,50 +21,36 @@ from pipeline.models.tokens import Tokens
 
 def new_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any:
     """The `transformers` config of a new encoder; `special`: ids of the tokens "pad", "cls", "sep"."""
-    return _CONFIGS[shape.architecture](shape, vocabulary, special)
-
-
-def _bert_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> BertConfig:
-    return BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        intermediate_size=shape.intermediate or 4 * shape.width,
-        max_position_embeddings=shape.positions,
-        hidden_dropout_prob=shape.dropout,
-        attention_probs_dropout_prob=shape.dropout,
-        initializer_range=shape.init_std,
-        pad_token_id=special["pad"],
-    )
-
-
-def _modernbert_config(
-    shape: Shape, vocabulary: int, special: Mapping[str, int]
-) -> ModernBertConfig:
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.positions,
+        "initializer_range": shape.init_std,
+        "pad_token_id": special["pad"],
+    }
+    if shape.architecture == "bert":
+        return BertConfig(
+            **common,
+            intermediate_size=shape.intermediate or 4 * shape.width,
+            hidden_dropout_prob=shape.dropout,
+            attention_probs_dropout_prob=shape.dropout,
+        )
     return ModernBertConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
+        **common,
         # Gated: 2 × the width holds as many weights as 4 × without a gate.
         intermediate_size=shape.intermediate or 2 * shape.width,
-        max_position_embeddings=shape.positions,
         global_attn_every_n_layers=shape.global_attention_every,
         embedding_dropout=shape.dropout,
         mlp_dropout=shape.dropout,
         attention_dropout=shape.dropout,
-        initializer_range=shape.init_std,
         initializer_cutoff_factor=3.0,
-        pad_token_id=special["pad"],
         cls_token_id=special["cls"],
         sep_token_id=special["sep"],
         bos_token_id=None,
         eos_token_id=None,
     )
-
-
-_CONFIGS = {"bert": _bert_config, "modernbert": _modernbert_config}
 
 
 class Encoder(TextEncoder):
@@ -170,6 +157,15 @@ def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
         raise BadInput(f"{folder}: {type(hf).__name__} is no encoder; allowed: models with "
                        "encoder layers only, such as BERT")  # fmt: skip
     return hf, sorted(report["missing_keys"])
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name. Raises BadInput for another file."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise BadInput(f"{path}: not to be read ({error})") from None
+    return tensors
 
 
 def freeze(encoder: Encoder, train: TrainLayers) -> None:

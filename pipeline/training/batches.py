@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -264,33 +264,12 @@ class Batches(Generic[BatchT]):
 
 def prefetch(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
-    prefetched: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def fill() -> None:
-        error: BaseException | None = None
-        try:
-            for item in source:
-                while not stop.is_set():
-                    try:
-                        prefetched.put((item, None), timeout=0.1)
-                        break
-                    except queue.Full:
-                        continue
-                if stop.is_set():
-                    return
-        except BaseException as caught:
-            error = caught
-        prefetched.put((None, error or StopIteration()))
-
-    threading.Thread(target=fill, daemon=True, name="batches").start()
+    end: Any = object()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
     try:
-        while True:
-            item, error = prefetched.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item  # type: ignore[misc]
+        futures = deque(thread.submit(next, source, end) for _ in range(depth))
+        while (item := futures.popleft().result()) is not end:
+            futures.append(thread.submit(next, source, end))
+            yield item
     finally:
-        stop.set()
+        thread.shutdown(wait=False, cancel_futures=True)

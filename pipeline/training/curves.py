@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 Curve = Sequence[tuple[int, float]]
@@ -28,7 +27,6 @@ def draw(curves: Mapping[str, Curve], title: str) -> bytes:
     panels = [(label, [name for name in names if curves.get(name)]) for label, names in _PANELS]
     panels = [(label, names) for label, names in panels if names]
     figure = Figure(figsize=(6.4 * max(1, len(panels)) / 1.6, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
     for place, (label, names) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), place + 1)

@@ -13,6 +13,15 @@ from pipeline.models.precision import Precision, Resolved, resolve_precision
 ItemT = TypeVar("ItemT")
 
 
+def gather(rows: Tensor) -> Tensor:
+    """Like `gather_with_gradient`, for tensors without a gradient."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
 class _GatherWithGradient(torch.autograd.Function):
     """Forward: every rank's rows, in the order of ranks. Backward: each rank's own rows of the sum of
     all ranks' gradients.
@@ -24,9 +33,7 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         ctx.rows = len(rows)
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
+        return gather(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -45,15 +52,6 @@ def gather_with_gradient(rows: Tensor) -> Tensor:
         return rows
     gathered: Tensor = _GatherWithGradient.apply(rows)  # type: ignore[no-untyped-call]
     return gathered
-
-
-def gather(rows: Tensor) -> Tensor:
-    """Like `gather_with_gradient`, for tensors without a gradient."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows.contiguous())
-    return torch.cat(parts)
 
 
 def gather_items(items: list[ItemT]) -> list[ItemT]:

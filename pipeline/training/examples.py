@@ -58,16 +58,7 @@ class DualBatch:
         return len(self.keys_BS)
 
     def to(self, device: torch.device) -> DualBatch:
-        return DualBatch(
-            self.contexts.to(device),
-            self.responses.to(device),
-            self.keys_BS.to(device),
-            self.negatives.to(device),
-            self.negative_keys_BK.to(device),
-            self.teacher_BC.to(device),
-            self.teacher_contexts_BE.to(device),
-            self.teacher_responses_BE.to(device),
-        )
+        return DualBatch(*(value.to(device) for value in vars(self).values()))
 
     def part(self, start: int, stop: int) -> DualBatch:
         """Examples start to stop."""
@@ -100,12 +91,7 @@ class PairBatch:
         return len(self.label_B)
 
     def to(self, device: torch.device) -> PairBatch:
-        return PairBatch(
-            self.pairs.to(device),
-            self.label_B.to(device),
-            self.key_BC.to(device),
-            self.teacher_BC.to(device),
-        )
+        return PairBatch(*(value.to(device) for value in vars(self).values()))
 
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""

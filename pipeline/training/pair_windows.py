@@ -57,14 +57,9 @@ class WindowReader:
         return cls(rows, number, config)
 
     @property
-    def total(self) -> int:
-        """Rows of the split."""
-        return sum(sum(sizes) for _, sizes in self.rows.files)
-
-    @property
     def window_rows(self) -> int:
         """At most half of the split, so that there are responses beyond the window."""
-        return min(self.config.window_rows, max(1, self.total // 2))
+        return min(self.config.window_rows, max(1, self.rows.total // 2))
 
     @property
     def windows(self) -> int:
@@ -95,7 +90,7 @@ class WindowReader:
         self, order: Epoch, start: int, stop: int, rng: np.random.Generator
     ) -> Texts | None:
         """Responses of as many neighbouring rows elsewhere in the order of the epoch, if it has as many."""
-        total, rows_beyond = self.total, self.total - (stop - start)
+        total, rows_beyond = self.rows.total, self.rows.total - (stop - start)
         count = min(stop - start, rows_beyond)
         if not count:
             return None

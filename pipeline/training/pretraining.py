@@ -210,7 +210,7 @@ class Pretraining:
         config, seed = self.pretrain, self.loop.seed
         model, _ = self.model()
         tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
-        valid_batches = validation_batches(self.corpora, self.weights, config, 0, 1, seed)
+        valid_batches = validation_batches(self.corpora, self.weights, config, seed)
         cost = TrainingFlops.of(model.encoder, model.mlm)
         accumulation = _Accumulation(seed)
 

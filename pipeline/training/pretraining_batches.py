@@ -112,22 +112,9 @@ class MicroBatch:
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        def change_optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        tokens = Tokens(
-            change(self.tokens.ids_BT),
-            change(self.tokens.mask_BT),
-            self.tokens.lengths,
-            change_optional(self.tokens.segments_BT),
-        )
-        return MicroBatch(
-            tokens,
-            change_optional(self.predicted_N),
-            change_optional(self.labels_N),
-            change_optional(self.is_next_B),
-            change_optional(self.answer_keys_BS),
-        )
+        _, *tensors = self.model_inputs
+        changed = (None if tensor is None else change(tensor) for tensor in tensors)
+        return MicroBatch(self.tokens.map_tensors(change), *changed)
 
 
 @dataclass(frozen=True)
@@ -237,7 +224,7 @@ class PretrainingBatches:
         lanes = tuple(range(rank, config.lanes, world))
         steps_per_epoch = sum(corpus.train_tokens for corpus in corpora) / config.batch_tokens
         if config.single_texts:  # a step has so many pairs, however short they are
-            pairs = sum(reader.total for reader in readers)
+            pairs = sum(reader.rows.total for reader in readers)
             steps_per_epoch = pairs / (config.lanes * config.lane_pairs)
         collator = _Collator.of(corpora, weights, config)
         return cls(readers, shares, collator, lanes, seed, steps_per_epoch)
@@ -323,11 +310,9 @@ def validation_batches(
     corpora: Sequence[TokenizedCorpus],
     weights: Sequence[float],
     config: PretrainConfig,
-    rank: int,
-    world: int,
     seed: int,
 ) -> list[MicroBatch]:
-    """One worker's part of the fixed micro-batches of the valid splits.
+    """The fixed micro-batches of the valid splits.
 
     At most `valid_examples`, shared out by weight over the corpora that have a valid split, drawn at random
     from it. An alternating run validates each pair twice: with masks, and without masks for the next
@@ -350,4 +335,4 @@ def validation_batches(
         for rows_B in cut_pairs(pairs, config, rng):
             for step in (0, 1) if config.objective == "alternate" else (0,):
                 batches.append(collator.micro_batch(pairs, rows_B, step))
-    return batches[rank::world]
+    return batches

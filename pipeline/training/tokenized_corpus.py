@@ -16,7 +16,6 @@ import hashlib
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -264,17 +263,11 @@ def _tokenize_rows(
         groups.append(group)
     table = pa.table(
         {
-            "context": _lists([context for context, _ in pairs], kind),
-            "response": _lists([response for _, response in pairs], kind),
+            "context": pa.array([context for context, _ in pairs], pa.list_(kind)),
+            "response": pa.array([response for _, response in pairs], pa.list_(kind)),
         }
     )
     return table, groups
-
-
-def _lists(rows: Sequence[list[int]], kind: pa.DataType) -> pa.ListArray:
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    flat = np.fromiter((token for row in rows for token in row), np.uint32, offsets[-1])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat).cast(kind))
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.config import BadInput
@@ -31,6 +30,7 @@ from pipeline.models.convert.start import (
 )
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
+from pipeline.models.transformer import read_weights
 
 WEIGHTS = "weights.safetensors"
 COUNTS = "counts.json"
@@ -57,7 +57,7 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     elif config.start != "paper":  # with weights: for the parts that they lack
         start_from_shared_words(network, _rarity(folder, tokenizer))
     if has_weights:
-        weights = _to_parameters(_read_weights(folder), _tables(network))
+        weights = _to_parameters(_read_weights(folder), network.tables)
         state = network.state_dict()
         for name in [name for name in weights if name.startswith(_NEWEST)]:
             weights.setdefault(_EARLIER + name.removeprefix(_NEWEST), weights[name])
@@ -78,13 +78,12 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
         "meta"
     ):  # drawing the paper's 38 million weights would take longer than reading
         network = ConvertNetwork(config, len(tokenizer))
-    tables = _tables(network)
     expected = _saved_shapes(config, network)
     _require_shapes(folder, weights, expected)
     network = network.to_empty(device="cpu")
     network.reset_buffers()
     if config.quantised:
-        for name, table in tables.items():
+        for name, table in network.tables.items():
             low, high = weights.pop(f"{name}.{_RANGE}").tolist()
             table.freeze(weights.pop(f"{name}.{_LEVELS}"), low, high)
     if config.saves_int8:
@@ -103,7 +102,7 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
     weights = {name: value.detach() for name, value in network.named_parameters()}
     if network.config.quantised:
         weights = {name: value.half() for name, value in weights.items()}
-        for name, table in _tables(network).items():
+        for name, table in network.tables.items():
             levels, low, high = table.to_levels()
             weights.pop(f"{name}.weight", None)
             weights[f"{name}.{_LEVELS}"] = levels
@@ -163,7 +162,7 @@ def _vectors(folder: Path, tokenizer: ConvertTokenizer, length: int) -> Tensor:
     if not path.exists():
         raise BadInput(f"ranker.start: 'taught_words' is not allowed; allowed: another, as {folder} has no "
                        f"{VECTORS} (jobs.train_tokenizer --tokenizer.vectors true makes them)")  # fmt: skip
-    vectors_VE = _read_tensors(path).get("vectors", torch.empty(0)).float()
+    vectors_VE = read_weights(path).get("vectors", torch.empty(0)).float()
     expected = [len(tokenizer.vocabulary), length]
     if list(vectors_VE.shape) != expected:
         raise BadInput(f"{path}: vectors has {list(vectors_VE.shape)}; allowed: {expected}, the subwords of "
@@ -171,23 +170,11 @@ def _vectors(folder: Path, tokenizer: ConvertTokenizer, length: int) -> Tensor:
     return vectors_VE
 
 
-def _tables(network: ConvertNetwork) -> dict[str, Table]:
-    return {name: part for name, part in network.named_modules() if isinstance(part, Table)}
-
-
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
         raise BadInput(f"{folder}: the model has no weights ({WEIGHTS} is missing)")
-    return _read_tensors(path)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise BadInput(f"{path}: not to be read ({error})") from None
-    return tensors
+    return read_weights(path)
 
 
 def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
@@ -208,7 +195,7 @@ def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, T
     """The tensors in the file of such a model, for their shapes."""
     expected: dict[str, Tensor] = dict(network.named_parameters())
     if config.quantised:
-        for name in _tables(network):
+        for name in network.tables:
             expected[f"{name}.{_LEVELS}"] = expected.pop(f"{name}.weight")
             expected[f"{name}.{_RANGE}"] = torch.empty(2)
     if config.saves_int8:

@@ -78,7 +78,7 @@ def linear_layers(blocks: nn.Module) -> dict[str, nn.Linear | Int8Linear]:
     return {name: part for name, part in blocks.named_modules() if isinstance(part, kinds)}
 
 
-def replace_layer(blocks: nn.Module, name: str, layer: Int8Linear) -> None:
+def replace_layer(blocks: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(blocks.get_submodule(parent), attribute, layer)
 

@@ -103,14 +103,14 @@ class ConvertNetwork(VectorNetwork):
         return [weight] if weight is not None else []
 
     @property
-    def tables(self) -> list[Table]:
-        """All embedding tables."""
-        return [part for part in self.modules() if isinstance(part, Table)]
+    def tables(self) -> dict[str, Table]:
+        """All embedding tables, by name."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Table)}
 
     def reset_buffers(self) -> None:
         """Sets the buffers as they are in a new model."""
         self.scale.fill_(math.sqrt(self.dimensions))
-        for table in self.tables:
+        for table in self.tables.values():
             table.low.fill_(math.nan)
             table.high.fill_(math.nan)
 
@@ -119,7 +119,7 @@ class ConvertNetwork(VectorNetwork):
         share = min(1.0, step / self.config.anneal_steps) if self.config.anneal_steps else 1.0
         self.scale.fill_(1 + (math.sqrt(self.dimensions) - 1) * share)
         if self.config.quantised and step % self.config.range_every_steps == 0:
-            for table in self.tables:
+            for table in self.tables.values():
                 table.set_range()
 
     @property

@@ -10,6 +10,7 @@ space between two words has no piece: the mark stands for it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -18,12 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipeline.config import BadInput
 from pipeline.models.convert.fingerprint import fingerprint64
-from pipeline.models.tokens import Tokens
+from pipeline.models.tokens import Tokens, pad_rows
 
 VOCABULARY = "vocabulary.json"
 MARK = "﹏"
@@ -34,7 +34,6 @@ those that vocabularies of earlier versions have, as their models were trained w
 _LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
 _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
-_CHARACTERS_PER_TOKEN = 8
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -46,8 +45,8 @@ def token_ids(
     `vocabulary`: V subwords in the order of their ids, or their ids. Texts are not truncated. Reference 5.1.
     """
     subwords = Subwords(vocabulary, buckets)
-    rows = [subwords.ids(text) for text in texts]
-    return _pad_rows(rows, subwords.pad)
+    ids_BT = pad_rows([subwords.ids(text) for text in texts], subwords.pad).ids_BT
+    return ids_BT, ids_BT != subwords.pad
 
 
 def runs(text: str) -> Iterator[str]:
@@ -56,11 +55,10 @@ def runs(text: str) -> Iterator[str]:
 
     Only the letters A to Z are lower-cased. Symbols, such as "$" or an emoji, are word characters.
     """
-    parts = _run_pattern().findall(text.translate(_LOWER))
-    last = len(parts) - 1
-    for number, run in enumerate(parts):
-        if run != " " or number in (0, last):
-            yield MARK + run
+    for match in _run_pattern().finditer(text):
+        run = match[0]
+        if run != " " or match.start() == 0 or match.end() == len(text):
+            yield MARK + (run.lower() if run.isascii() else run.translate(_LOWER))
 
 
 @lru_cache(maxsize=1)
@@ -95,24 +93,8 @@ class Subwords:
 
     def ids(self, text: str, limit: int | None = None) -> list[int]:
         """The ids of a text, or its first `limit`; the rest of the text is not read."""
-        if limit is not None:
-            return self._first_ids(text, limit)
-        return [number for run in runs(text) for number in self._ids_of_run(run)]
-
-    def _first_ids(self, text: str, limit: int) -> list[int]:
-        characters = limit * _CHARACTERS_PER_TOKEN
-        while True:
-            part = text[:characters]
-            ids = list[int]()
-            # A run that was cut has other pieces, so that the part's last run counts only at the text's end.
-            complete_runs = list(runs(part)) if len(part) == len(text) else list(runs(part))[:-1]
-            for run in complete_runs:
-                ids += self._ids_of_run(run)
-                if len(ids) >= limit:
-                    return ids[:limit]
-            if len(part) == len(text):
-                return ids
-            characters *= 4
+        ids = (number for run in runs(text) for number in self._ids_of_run(run))
+        return list(itertools.islice(ids, limit))
 
     def pieces(self, run: str) -> Iterator[str]:
         """Greedily the longest that the vocabulary has, from the left; else a character."""
@@ -140,14 +122,6 @@ class Subwords:
 
 def _number_pieces(vocabulary: Sequence[str]) -> dict[str, int]:
     return {piece: number for number, piece in enumerate(vocabulary)}
-
-
-def _pad_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows), default=0)
-    ids_BT = torch.full((len(rows), width), pad)
-    for ids_T, row in zip(ids_BT, rows, strict=True):
-        ids_T[: len(row)] = torch.tensor(row, dtype=torch.long)
-    return ids_BT, ids_BT != pad
 
 
 def join_earlier(turns: Sequence[str], limit: int, numbered: bool) -> str:
@@ -207,11 +181,9 @@ class ConvertTokenizer:
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""
-        ids_BT, _ = _pad_rows(rows, self.pad)
-        lengths = tuple(map(len, rows))
-        inside_BT = torch.arange(ids_BT.shape[1]) < torch.tensor(lengths)[:, None]
+        ids_BT, inside_BT, lengths, _ = pad_rows(rows, self.pad)
         segments_BT = ((ids_BT == self.pad) & inside_BT).cumsum(1)
-        return Tokens(ids_BT, (ids_BT != self.pad) & inside_BT, lengths, segments_BT)
+        return Tokens(ids_BT, ids_BT != self.pad, lengths, segments_BT)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token as text: "\\ufffd" for one of a hash bucket, a line's end for what stands before the

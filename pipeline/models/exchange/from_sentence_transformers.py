@@ -24,8 +24,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.config import BadInput, require
@@ -33,7 +31,7 @@ from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
 from pipeline.models.sources import Prompts, read_prompts
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
+from pipeline.models.transformer import Encoder, read_weights
 
 _REDUCTIONS: dict[str, Reduction] = {
     "cls": "first",
@@ -333,10 +331,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if not files:
         raise BadInput(f"{folder}: no weights (*.safetensors is missing; pickles such as "
                        "pytorch_model.bin are never loaded)")  # fmt: skip
-    try:
-        return {name: value.float() for file in files for name, value in load_file(file).items()}
-    except SafetensorError as error:
-        raise BadInput(f"{folder}: weights not to be read ({error})") from None
+    return {name: value.float() for file in files for name, value in read_weights(file).items()}
 
 
 def _json(path: Path) -> Any:

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import label_ranking_average_precision_score, top_k_accuracy_score
 
-from pipeline.evaluation.metrics import (
-    mean_reciprocal_rank,
-    pessimistic_ranks,
-    recall_at,
-    summarise,
-)
+from pipeline.evaluation.metrics import pessimistic_ranks, recall_at, summarise
 
 NAN, INF = math.nan, math.inf
 # Few different values, so that there are ties.
@@ -43,7 +38,7 @@ def test_a_constant_scorer_earns_nothing(constant, candidates):
     ranks = pessimistic_ranks(np.full((candidates, candidates), constant), np.arange(candidates))
     assert [recall_at(ranks, k) for k in range(1, candidates)] == [0] * (candidates - 1)
     assert recall_at(ranks, candidates) == 1
-    assert mean_reciprocal_rank(ranks) == pytest.approx(1 / candidates)
+    assert summarise(ranks, candidates, [])["MRR"] == pytest.approx(1 / candidates)
 
 
 def test_a_score_that_is_no_number_is_worst_for_the_right_candidate_and_best_for_others():
@@ -58,7 +53,7 @@ def test_mrr_is_sklearns_average_precision_which_is_pessimistic_too(candidates, 
     labels = rng.integers(0, candidates, count)
     ranks = pessimistic_ranks(scores, labels)
     expected = label_ranking_average_precision_score(np.eye(candidates)[labels], scores)
-    assert mean_reciprocal_rank(ranks) == pytest.approx(expected)
+    assert summarise(ranks, candidates, [])["MRR"] == pytest.approx(expected)
 
 
 @given(st.integers(3, 6), st.integers(1, 20), st.integers(0, 2**32 - 1))

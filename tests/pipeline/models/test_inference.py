@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config import BadInput
-from pipeline.models import inference
+from pipeline.models import inference, tokens
 from pipeline.models.precision import resolve_precision
 
 RNG = torch.Generator().manual_seed(0)
@@ -28,20 +28,15 @@ def float32(monkeypatch):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """The shapes [rows, tokens] of all batches that go through a ranker's tokenizer."""
-    shapes = []
+    """The shapes [rows, tokens] of all batches that are padded."""
+    shapes, pad_rows = [], tokens.pad_rows
 
-    def watch(ranker):
-        pad = ranker.tokenizer._pad
+    def record(rows, pad):
+        shapes.append((len(rows), max(map(len, rows))))
+        return pad_rows(rows, pad)
 
-        def record(rows):
-            shapes.append((len(rows), max(map(len, rows))))
-            return pad(rows)
-
-        monkeypatch.setattr(ranker.tokenizer, "_pad", record)
-        return shapes
-
-    return watch
+    monkeypatch.setattr(tokens, "pad_rows", record)
+    return shapes
 
 
 def dual(tiny, **config):
@@ -86,20 +81,18 @@ def test_pairs_come_by_context_and_as_one_by_one(tiny, budget):
 
 def test_batches_are_sorted_and_bounded_by_their_tokens(tiny, batches):
     ranker = dual(tiny)
-    shapes = batches(ranker)
     inference.candidate_vectors(ranker, TEXTS, 24)
-    assert sum(rows for rows, _ in shapes) == len(TEXTS)
-    assert all(rows * longest <= 24 for rows, longest in shapes)
-    longest = [tokens for _, tokens in shapes]
+    assert sum(rows for rows, _ in batches) == len(TEXTS)
+    assert all(rows * longest <= 24 for rows, longest in batches)
+    longest = [length for _, length in batches]
     assert longest == sorted(longest, reverse=True)
-    assert max(rows for rows, _ in shapes) > 1
+    assert max(rows for rows, _ in batches) > 1
 
 
 def test_a_text_over_the_budget_goes_alone(tiny, batches):
     ranker = dual(tiny)
-    shapes = batches(ranker)
     inference.candidate_vectors(ranker, TEXTS, 1)
-    assert [rows for rows, _ in shapes] == [1] * len(TEXTS)
+    assert [rows for rows, _ in batches] == [1] * len(TEXTS)
 
 
 def test_results_are_float32_on_the_cpu_without_graph(tiny):
@@ -120,11 +113,11 @@ def small_memory(monkeypatch):
         sizes = []
         encode = ranker.dual.encode_candidates
 
-        def limited(tokens):
-            sizes.append(len(tokens.ids_BT))
+        def limited(batch):
+            sizes.append(len(batch.ids_BT))
             if sizes[-1] > limit:
                 raise error or torch.OutOfMemoryError("too many rows")
-            return encode(tokens)
+            return encode(batch)
 
         monkeypatch.setattr(ranker.network, "encode_candidates", limited)
         return sizes

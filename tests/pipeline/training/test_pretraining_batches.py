@@ -372,7 +372,7 @@ def test_contrastive_batches_without_mlm_have_no_masks(corpus_of):
 
 
 def test_contrastive_validation_has_each_drawn_pair_once(corpus_of):
-    found = validation_batches([corpus_of(70, valid=90)], [1.0], config_of(**SINGLE_TEXTS), 0, 1, 0)
+    found = validation_batches([corpus_of(70, valid=90)], [1.0], config_of(**SINGLE_TEXTS), 0)
     pairs = [pair for batch in found for pair in numbers_of_single_texts(batch)]
     assert len(pairs) == len(set(pairs)) == 90
     assert all(context == response for context, response in pairs)
@@ -479,17 +479,15 @@ def test_the_threads_end_with_the_iterator(corpus_of):
         assert not thread.is_alive()
 
 
-def valid_batches(corpora, rank=0, world=1, seed=0, **config):
+def valid_batches(corpora, seed=0, **config):
     corpora = corpora if isinstance(corpora, list) else [corpora]
-    return validation_batches(corpora, [1.0] * len(corpora), config_of(**config), rank, world, seed)
+    return validation_batches(corpora, [1.0] * len(corpora), config_of(**config), seed)
 
 
-def test_validation_asks_the_same_of_other_rows_on_any_number_of_workers(corpus_of):
+def test_validation_asks_the_same_of_other_rows(corpus_of):
     corpus = corpus_of(70, valid=90)
-    whole = [plain(batch) for batch in valid_batches(corpus)]
-    assert whole == [plain(batch) for batch in valid_batches(corpus)]
-    parts = [[plain(batch) for batch in valid_batches(corpus, rank, 3)] for rank in range(3)]
-    assert sorted(itertools.chain(*parts)) == sorted(whole)
+    first, second = valid_batches(corpus), valid_batches(corpus)
+    assert [plain(batch) for batch in first] == [plain(batch) for batch in second]
     pairs = [pair for batch in valid_batches(corpus) for pair in numbers(batch)]
     assert sorted(context for context, _ in pairs) == list(range(70, 160))
     assert {response for _, response in pairs} <= set(range(70, 160))
