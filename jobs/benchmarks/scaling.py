@@ -33,7 +33,9 @@ _COMMENTS = {"small": 32_000, "full": 128_000}
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
-    """The row of embedding needs a model. The rows of the object store come last."""
+    """The rows of the object store come first, which its missing packages refuse. That of embedding needs a
+    model."""
+    rows = object_store.measure(config, work)
     size, dumps = config.size, work / "dumps"
     shutil.rmtree(dumps, ignore_errors=True)
     run_job(
@@ -45,9 +47,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                                    "--output", output / "corpus"))  # fmt: skip
 
     waiting = _BLOCKS[size] * _BLOCK_S / _PARSERS_A_NODE
-    rows = [_row("reddit", prepare, wait_in_parser, _PARSERS_A_NODE, waiting, work)]
+    rows.append(_row("reddit", prepare, wait_in_parser, _PARSERS_A_NODE, waiting, work))
     if not config.model:
-        return rows + object_store.measure(config, work)
+        return rows
     candidates = work / "candidates.csv"
     texts = (f"candidate {number}" for number in range(_SHARDS[size] * _ROWS_A_SHARD))
     candidates.write_text("\n".join(["text", *texts]))
@@ -58,8 +60,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                                "--resources.cpus-per-actor", 1, "--pools", output,
                                "--name", "candidates"))  # fmt: skip
 
-    rows.append(_row("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work))
-    return rows + object_store.measure(config, work)
+    return [*rows, _row("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work)]
 
 
 def _parsed(job: Any, *options: object) -> Any:

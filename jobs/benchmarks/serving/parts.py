@@ -143,6 +143,7 @@ class _OwnService(AnyService):
             [{"context": self.contexts[0], "pool": _POOL, "top_k": 1000}] * Limits().requests
         ).encode()
         seconds = self.size.seconds * self.size.rounds
+        rate = 2 * self.saturation  # of a service that is there for that alone
         with services.ranking(self.port, self.args, ray_actor_options=options) as url:
 
             def ask(
@@ -154,7 +155,6 @@ class _OwnService(AnyService):
             def ask_few() -> LoadResult:
                 return ask(self.bodies, 5.0, few).successes()
 
-            rate = 2 * self.saturation
             in_a_hurry = {**many, "x-timeout-ms": "500"}
             alone = ask_few()
             beside_many, of_many = services.run_together(
