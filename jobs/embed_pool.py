@@ -354,7 +354,7 @@ def _embed(
         raise Stopped(
             f"{refusal}. Its shards stay in {out.staging}; remove this folder to embed them anew"
         ) from None
-    print(f"pool {config.name}: the gate is passed: {gate_report}", flush=True)
+    print(f"pool {config.name}: {gate.passed_line(gate_report)}", flush=True)
     began = time.perf_counter()
     entries, statistics = build.index(out, names, dimensions, config.embed.neighbours)
     indexing = time.perf_counter() - began

@@ -215,6 +215,20 @@ def check(
     return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": best}
 
 
+def passed_line(passed: Passed) -> str:
+    """What a person reads of a gate that is passed."""
+    parts = [f"removed {passed['removed_share']:.1%}", f"changed {passed['changed_share']:.1%}"]
+    if passed["min_cosine"] is not None:
+        parts.append(f"rows embedded again are as before (cosine {passed['min_cosine']:.4f} at least)")
+    recall = passed["recall"]
+    parts.append(
+        f"answers to canaries {recall}"
+        if isinstance(recall, str)
+        else f"answers to canaries found again {recall:.1%}"
+    )
+    return f"the gate is passed: {', '.join(parts)}"
+
+
 def write_answers(draft: Draft, name: str, gate_name: str, answers: ShardAnswers) -> None:
     """Keeps a shard's answers to the questions of this name."""
     draft.write_file(_answers_file(name, gate_name), json.dumps(asdict(answers)).encode())

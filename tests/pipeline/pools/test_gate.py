@@ -47,6 +47,21 @@ def test_a_good_pool_passes_and_says_what_was_found():
     assert canaries == {"kind": KIND, "contexts": CONTEXTS, "answers": [["a", "d"], ["e", "aa"]]}
 
 
+def test_what_is_passed_is_said_in_words():
+    passed = {"removed_share": 0.0, "changed_share": 0.0125, "norms": [1, 1, 1], "min_cosine": 0.99998,
+              "recall": "skipped: no version before"}  # fmt: skip
+    line = "the gate is passed: removed 0.0%, changed 1.2%, rows embedded again are as before (cosine 1.0000 "
+    assert (
+        gate.passed_line(passed)
+        == line + "at least), answers to canaries skipped: no version before"
+    )
+    bare = gate.passed_line({**passed, "min_cosine": None, "recall": 0.5})
+    assert (
+        bare
+        == "the gate is passed: removed 0.0%, changed 1.2%, answers to canaries found again 50.0%"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
