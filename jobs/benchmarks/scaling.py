@@ -23,13 +23,13 @@ from pipeline.engine.draft import Draft
 
 _NODES = 4
 _PARSERS_A_NODE = 2
-_BLOCKS = {"small": 32, "full": 128}  # a dump file each
+_BLOCKS = {"small": 32, "full": 96}  # a dump file each
 _BLOCK_S = 5.0
-_SHARDS = {"small": 16, "full": 64}
+_SHARDS = {"small": 16, "full": 48}
 _SHARD_S = 5.0
 _ROWS_A_SHARD = 20
 _STORE = 1 << 30  # bytes of a node's object store; with 256 MiB Ray Data held one of two parsers back
-_COMMENTS = {"small": 32_000, "full": 128_000}
+_COMMENTS = {"small": 32_000, "full": 96_000}
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
