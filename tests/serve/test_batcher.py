@@ -452,3 +452,42 @@ def test_a_filter_reads_the_rows_beside_the_event_loop():
 
     run(Masks().get("a", make))
     assert threads != [threading.get_ident()]
+
+
+def test_what_comes_after_a_stage_is_handed_in_by_the_thread_that_computes(batcher):
+    """The event loop hears of the last results alone."""
+    threads = list[str]()
+    square = Stage("square", lambda rows: [row * row for row in rows], 10)
+    double = Stage("double", lambda rows: [2 * row for row in rows], 10)
+
+    def after(results: list[Any]) -> tuple[Stage, list[Any], list[float]]:
+        threads.append(threading.current_thread().name)
+        return double, results[1:], [1.0] * len(results[1:])
+
+    found = run(batcher.run(square, [1, 2, 3], [1, 1, 1], soon(), then=after))
+    assert (found, threads) == ([8, 18], ["batcher"])
+
+    def fails(results: list[Any]) -> tuple[Stage, list[Any], list[float]]:
+        raise ValueError("no next stage")
+
+    with pytest.raises(ValueError, match="no next stage"):
+        run(batcher.run(square, [1], [1], soon(), then=fails))
+    assert batcher.waiting_rows == 0
+    assert run(batcher.run(square, [3], [1], soon())) == [9]
+
+
+def test_nothing_comes_after_a_stage_that_nobody_waits_for_any_more(batcher):
+    gate, asked = Gate(), list[Any]()
+    double = Stage("double", lambda rows: asked.append(rows) or rows, 10)
+
+    async def leave() -> None:
+        work = batcher.run(gate.stage, ["row"], [1], soon(), lambda rows: (double, rows, [1.0]))
+        waiting = asyncio.ensure_future(work)
+        await asyncio.to_thread(gate.entered.wait, 60)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        gate.opened.set()
+        await batcher.run(Stage("last", lambda rows: rows, 1), ["last"], [1], soon())
+
+    run(leave())
+    assert asked == []
