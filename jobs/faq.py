@@ -17,6 +17,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
+from pipeline.pools import versions
 from pipeline.storage import fingerprints
 
 _JOBS = Path(__file__).parent
@@ -225,14 +226,23 @@ def _require_same_table(
     input_names = pairs.input_names(files, table)
     if fingerprints.raw_fingerprint(files, input_name=input_names) == made_from:
         return
-    trained = storage.exists(storage.join(config.work, "ranker", MANIFEST))
-    model = f"model={'ranker' if trained else 'untrained'}"  # the new table may decide otherwise
-    steps = workflow.read_steps(commands.file, (*commands.set, model))
+    steps = workflow.read_steps(
+        commands.file, (*commands.set, f"model={_served_model(config.work)}")
+    )
     (pool,) = (step for step in steps if step.name == "pool")
     raise BadInput(
         f"{config.table}: not as it was when {corpus} was made. To embed its new answers without training: "
         f"{shlex.join(pool.command)} (a running service follows). To begin anew: --work {config.work}-2"
     )
+
+
+def _served_model(work: str) -> str:
+    """The model that embedded the pool, which a new table or evaluation does not change."""
+    pools = storage.join(work, "pools")
+    if version := versions.current_name(pools, "answers"):
+        pool = open_artifact(storage.join(pools, "answers", version), "pool")
+        return storage.name_of(pool.manifest["inputs"]["model"]["uri"])
+    return "ranker" if storage.exists(storage.join(work, "ranker", MANIFEST)) else "untrained"
 
 
 if __name__ == "__main__":
