@@ -134,26 +134,17 @@ _request: ContextVar[_Request | None] = ContextVar("request", default=None)
 _part: ContextVar[_Part | None] = ContextVar("part", default=None)
 
 
-Then = Callable[[list[Any]], tuple[Stage, Sequence[Any], Sequence[float]]]
-"""Results to the next work: its stage, rows and their costs."""
-
-
 @dataclass(eq=False)
 class _Call:
-    """The rows of one request and stage, and the stage after that."""
+    """The rows of one request and stage."""
 
+    results: list[Any]
+    pending_rows: int
     part: _Part
     future: asyncio.Future[list[Any]]
     loop: asyncio.AbstractEventLoop
-    then: Then | None
-    results: list[Any] = field(default_factory=list)
-    pending_rows: int = 0
-    since: float = 0.0
-    """When its rows were handed in."""
     began: float = math.inf
     """When its first row was computed."""
-    spans: list[tuple[str, float, float, float, int]] = field(default_factory=list)
-    """Of each stage: name, handed in, began, ended, rows."""
 
 
 @dataclass(order=True)
@@ -296,44 +287,17 @@ class Batcher:
                 self._queues.pop(key, None)
 
     async def run(
-        self,
-        stage: Stage,
-        rows: Sequence[Any],
-        costs: Sequence[float],
-        deadline: float,
-        then: Then | None = None,
+        self, stage: Stage, rows: Sequence[Any], costs: Sequence[float], deadline: float
     ) -> list[Any]:
-        """The rows' results, in order. Raises Refusal (too_late) when the deadline passes.
-
-        `then`: makes further work of them, whose results are returned. The thread that computes hands it in,
-        so that it does not wait for a busy event loop.
-        """
+        """The rows' results, in order. Raises Refusal (too_late) when the deadline passes."""
         if not rows:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
             raise too_late_refusal()
         loop = asyncio.get_running_loop()
         part = _part.get() or _Part(_Queue(1.0))
-        call = _Call(part, loop.create_future(), loop, then)
-        self._hand_in(call, stage, rows, costs)
-        try:
-            async with asyncio.timeout(left_s) as timer:
-                results = await call.future
-            for name, since, began, ended, count in call.spans:
-                tracing.record("queue", since, began, stage=name)
-                tracing.record(name, began, ended, rows=count)
-            return results
-        except TimeoutError:
-            if timer.expired():
-                raise too_late_refusal() from None
-            raise
-
-    def _hand_in(
-        self, call: _Call, stage: Stage, rows: Sequence[Any], costs: Sequence[float]
-    ) -> None:
-        call.results, call.pending_rows = [None] * len(rows), len(rows)
-        call.since, call.began = time.monotonic(), math.inf
-        part, queue = call.part, call.part.queue
+        call = _Call([None] * len(rows), len(rows), part, loop.create_future(), loop)
+        since, queue = time.monotonic(), part.queue
         with self._changed:
             if not queue.rows:
                 queue.finish = max(self._finish, queue.finish)
@@ -342,9 +306,19 @@ class Batcher:
             for place, (row, cost) in enumerate(zip(rows, costs, strict=True)):
                 number = next(self._numbers)
                 heapq.heappush(
-                    heap, _Row(part.number, number, stage, row, cost, place, call, call.since)
+                    heap, _Row(part.number, number, stage, row, cost, place, call, since)
                 )
             self._changed.notify()
+        try:
+            async with asyncio.timeout(left_s) as timer:
+                results = await call.future
+            tracing.record("queue", since, call.began, stage=stage.name)
+            tracing.record(stage.name, call.began, time.monotonic(), rows=len(rows))
+            return results
+        except TimeoutError:
+            if timer.expired():
+                raise too_late_refusal() from None
+            raise
 
     def _work(self) -> None:
         while True:
@@ -411,23 +385,9 @@ class Batcher:
             call.pending_rows -= 1
             call.part.spent_s += seconds * row.cost / cost
             if not call.pending_rows:
-                span = (stage.name, call.since, call.began, began + seconds, len(call.results))
-                call.spans.append(span)
-                if not self._goes_on(call):
-                    finished_calls[call.loop].append(call)
+                finished_calls[call.loop].append(call)
         for loop, calls in finished_calls.items():
             _deliver(loop, calls)
-
-    def _goes_on(self, call: _Call) -> bool:
-        """Hands in what comes after the results of a call; False: nothing does, or nobody waits for it."""
-        if call.then is None or call.future.done():
-            return False
-        then, call.then = call.then, None
-        try:
-            self._hand_in(call, *then(call.results))
-        except Exception as error:
-            _deliver(call.loop, [call], error)
-        return True
 
     def _compute_apart(self, rows: list[_Row], error: Exception) -> None:
         """Computes a failed batch again, request by request, so one bad request does not fail the others."""

@@ -35,9 +35,6 @@ from serve.masks import ALL_ROWS, RowFilter
 from serve.refusals import CODES, Refusal
 
 ResultT = TypeVar("ResultT")
-_SHORT = (
-    1_000  # characters; a thread and the way back to a busy event loop take longer than such a text
-)
 _HEALTH_S = 5.0  # for the answer to a query of a health check
 
 
@@ -119,11 +116,6 @@ def _require_pool(engine: Engine, name: str) -> None:
     if name not in engine.pool_rows:
         served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
         raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
-
-
-def _characters(texts: Any) -> int:
-    """Those of a text, or of all texts of a list, or list of lists."""
-    return len(texts) if isinstance(texts, str) else sum(map(_characters, texts))
 
 
 def _search_depth(engine: Engine, query: RankQuery) -> int:
@@ -369,28 +361,20 @@ class Service:
         row_mask = await engine.masks.allowed_rows(pool, query.rows)
         if row_mask is not None and not row_mask.any():
             return _PoolResults([], True, pool.version)
+        ((vectors_MD, mask_M),) = await self.batcher.run(
+            engine.contexts, [row], [len(row)], deadline
+        )
         top_k = _search_depth(engine, query)
-        pool_queries: list[PoolQuery] = []
-
-        def search(vectors: list[Any]) -> tuple[Stage, list[PoolQuery], list[float]]:
-            ((vectors_MD, mask_M),) = vectors
-            pool_queries.append(PoolQuery(vectors_MD, mask_M, top_k, row_mask))
-            return engine.searches[name], pool_queries, [search_cost(top_k)]
-
+        pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
         (answer,) = await self.batcher.run(
-            engine.contexts, [row], [len(row)], deadline, then=search
+            engine.searches[name], [pool_query], [search_cost(top_k)], deadline
         )
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
 
         return _PoolResults(
-            answer.results,
-            answer.certified,
-            pool.version,
-            pool_queries[0].vectors_MD,
-            pool_queries[0].mask_M,
-            vectors_at,
+            answer.results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at
         )
 
     async def _search_shards(
@@ -463,9 +447,6 @@ class Service:
             self._on_batch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
             return rows
 
-        if _characters(texts) <= _SHORT:
-            rows = tokenize()
-        else:
-            rows = await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
+        rows = await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
         tracing.record("tokenize", since, time.monotonic(), texts=len(texts))
         return rows

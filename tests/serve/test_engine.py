@@ -278,8 +278,7 @@ def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, 
         return rows_of(contexts)
 
     monkeypatch.setattr(engine.ranker, "context_rows", slow_rows_of)
-    long_text = "a word " * 200  # a short one is tokenised where it stands
-    query = RankQuery([long_text], [CandidateText("a", long_text)], None, 1)
+    query = RankQuery(CONTEXT, [CandidateText("a", "b")], None, 1)
 
     async def two():
         deadline = time.monotonic() + 60
