@@ -22,6 +22,8 @@ import heapq
 import itertools
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -40,6 +42,10 @@ _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first te
 _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
+_NICENESS = 10
+"""Of the thread that computes, so that the event loop goes on where cores are short. At twice the load that 2
+cores answer, beside their clients, a refusal took 0.7 s in the median without it and 3 ms with it, and 290
+requests/s were answered, not 160."""
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
@@ -321,6 +327,8 @@ class Batcher:
             raise
 
     def _work(self) -> None:
+        if sys.platform == "linux":  # where a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
                 while not self._closed and not self._rows:

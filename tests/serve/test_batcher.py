@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 import tracemalloc
@@ -343,6 +345,14 @@ def test_the_watch_hears_of_every_batch():
 
 
 # Whether it computes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_the_thread_that_computes_gives_way_to_the_event_loop(batcher):
+    niceness = Stage("niceness", lambda rows: [os.getpriority(os.PRIO_PROCESS, 0) for _ in rows], 1)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert run(batcher.run(niceness, [None], [1], soon())) == [max(before, 10)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_an_error_of_the_metrics_ends_nothing(caplog):
