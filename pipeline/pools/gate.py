@@ -219,7 +219,9 @@ def passed_line(passed: Passed) -> str:
     """What a person reads of a gate that is passed."""
     parts = [f"removed {passed['removed_share']:.1%}", f"changed {passed['changed_share']:.1%}"]
     if passed["min_cosine"] is not None:
-        parts.append(f"rows embedded again are as before (cosine {passed['min_cosine']:.4f} at least)")
+        parts.append(
+            f"rows embedded again are as before (cosine {passed['min_cosine']:.4f} at least)"
+        )
     recall = passed["recall"]
     parts.append(
         f"answers to canaries {recall}"
