@@ -22,7 +22,7 @@ def main(task: str, engine: str, model: str, file: str) -> None:
 
     texts = json.loads(Path(file).read_text())
     backend: Any = engine.partition("-")[0]
-    kind = SentenceTransformer if task == "embed" else CrossEncoder
+    kind: Any = SentenceTransformer if task == "embed" else CrossEncoder
     loaded = kind(model, backend=backend, device="cpu")
     if engine == "onnx-int8":
         with tempfile.TemporaryDirectory() as folder:
@@ -32,11 +32,11 @@ def main(task: str, engine: str, model: str, file: str) -> None:
             loaded = kind(
                 folder, backend="onnx", device="cpu", model_kwargs={"file_name": name.as_posix()}
             )
-    if isinstance(loaded, SentenceTransformer):
+    if task == "embed":
         loaded.max_seq_length = 256
 
     def one_pass(texts: list[str]) -> None:
-        if isinstance(loaded, CrossEncoder):
+        if task == "rerank":
             loaded.predict([(texts[0], text) for text in texts[1:]], show_progress_bar=False)
         else:
             loaded.encode(texts, show_progress_bar=False)
