@@ -96,7 +96,7 @@ class Ranker:
         ('poly', 16)
         >>> Ranker.load("rankers/none")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        pipeline.config.BadInput: .../rankers/none: not a ranker (manifest.json is missing)...
+        pipeline.config.BadInput: .../rankers/none: not a ranker (there is no such folder)...
         """
         from pipeline.models.ranker import load_ranker
         from pipeline.ranking import ranker_files

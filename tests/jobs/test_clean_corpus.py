@@ -149,7 +149,7 @@ def test_what_is_no_corpus_is_refused(run_job_here, tmp_path):
     refusal = run_job_here(
         "clean_corpus", "--corpus", tmp_path / "none", "--output", tmp_path / "out"
     ).refusal  # fmt: skip
-    assert "not a corpus (manifest.json is missing)" in refusal
+    assert "not a corpus (there is no such folder)" in refusal
     assert list(tmp_path.iterdir()) == []
 
 

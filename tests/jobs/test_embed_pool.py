@@ -211,7 +211,7 @@ def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
         (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
         (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
-        (("--model", "nowhere"), "not a ranker (manifest.json is missing)"),
+        (("--model", "nowhere"), "not a ranker (there is no such folder)"),
         (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
         (("--name", "a/b"), "name: 'a/b' is not allowed"),
         (("--name", ""), "name: '' is not allowed"),

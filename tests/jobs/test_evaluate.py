@@ -527,6 +527,7 @@ def dstc7_example(number: int, split: str) -> dict:
     }
 
 
+@pytest.mark.long  # half a minute of actors that load a model each
 def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job):
     models, precision = ["bi", "poly"], ("--precision", "fp32")
     options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1, *precision)

@@ -204,6 +204,7 @@ def test_teachers_are_fetched_by_the_node_that_asks_them(
     assert summary.summary["counts"]["scored"] > 0
 
 
+@pytest.mark.long  # it trains twice
 def test_a_student_learns_from_what_was_scored(
     run_job, run_job_here, convai2_corpus, tiny_ranker, tmp_path
 ):

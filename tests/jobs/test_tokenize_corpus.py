@@ -184,7 +184,7 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(tokenize, tmp_p
         tokenize(corpus=no_train).refusal: "the corpus has no examples in train/",
         tokenize(tokenizer=no_mask).refusal: "the tokenizer has no mask_token",
         tokenize(tokenizer=tmp_path / "nowhere").refusal: "tokenizer.json is missing",
-        tokenize(corpus="nowhere").refusal: "nowhere: not a corpus (manifest.json is missing)",
+        tokenize(corpus="nowhere").refusal: "nowhere: not a corpus (there is no such folder)",
         tokenize("--tokenize.valid-share", 1).refusal: "tokenize.valid_share: 1.0 is not allowed",
         tokenize("--tokenize.max-context-tokens", 0).refusal: "max_context_tokens: 0 is not",
     }

@@ -91,7 +91,7 @@ def test_a_corpus_is_known_by_its_contents_however_its_path_is_spelled(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--corpus", "nowhere"), "nowhere: not a corpus (manifest.json is missing)"),
+        (("--corpus", "nowhere"), "nowhere: not a corpus (there is no such folder)"),
         (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
         (("--tokenizer.vocabulary", "99"), "tokenizer.vocabulary: 99 is not allowed"),
         (("--tokenizer.kind", "words"), "words"),

@@ -140,6 +140,7 @@ def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
     assert f"{LABEL}: {task} was started again: its process died on " in capsys.readouterr().err
 
 
+@pytest.mark.long  # half a minute; CI has the parser that dies
 @pytest.mark.usefixtures("local_ray")
 def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
     out, dumps, killing_reader, tmp_path

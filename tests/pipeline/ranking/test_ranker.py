@@ -262,7 +262,7 @@ WRONG_CALLS = {
     'cross.encode_contexts(["a"])': "architecture: 'cross' has no candidate vectors",
     'cross.encode_candidates(["a"])': "architecture: 'cross' has no candidate vectors",
     'cross.explain("a", ["b"])': "architecture: 'cross' has no candidate vectors",
-    'Ranker.load("gone")': "gone: not a ranker (manifest.json is missing)",
+    'Ranker.load("gone")': "gone: not a ranker (there is no such folder)",
     'Ranker.load("some/model")': "hub: Ranker.from_sentence_transformers('some/model')",
     'Ranker.load("pools/replies/v-1")': "kind is 'pool'; needed here: ranker",
     'Ranker.load("st/candidate")': "Ranker.from_sentence_transformers",
