@@ -32,7 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 from pipeline.models.precision import Precision
 from pipeline.models.settings import read_settings
 from pipeline.pools.shard import PoolPart
@@ -395,6 +395,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     BearerTokens.of_environment()
     bound_kind()
     second_stage = _resolved(args.second_stage)
+    require(bool(second_stage) or not args.together, "together", True, "false without second_stage")
     if second_stage:
         read_settings(open_artifact(second_stage, "ranker").uri).require_pairs()
     classifier = _resolved(args.classifier)

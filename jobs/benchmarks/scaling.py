@@ -28,9 +28,8 @@ _BLOCK_S = 5.0
 _SHARDS = {"small": 16, "full": 48}
 _SHARD_S = 5.0
 _ROWS_A_SHARD = 20
-_STORE = (
-    1 << 30
-)  # bytes of a node's object store; with 256 MiB Ray Data held one of two parsers back
+# Bytes of a node's object store. With 256 MiB Ray Data held one of two parsers back.
+_STORE = 1 << 30
 _COMMENTS = {"small": 32_000, "full": 96_000}
 
 

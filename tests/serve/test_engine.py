@@ -430,6 +430,8 @@ def test_a_second_stage_that_scores_no_pairs_is_refused_before_the_start(tiny_ra
     model = tiny_ranker("poly").uri
     with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):
         app.build(app.Args(model=model, second_stage=model))
+    with pytest.raises(BadInput, match="together: True is not allowed; allowed: false without"):
+        app.build(app.Args(model=model, together=True))
 
 
 @pytest.mark.parametrize("argument", ["second_stage", "classifier"])

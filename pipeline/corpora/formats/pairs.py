@@ -131,8 +131,8 @@ def with_guessed_columns(
         return options, ""
     names = {name: named[0] for name, named in found.items() if named}
     guessed = replace(options, **names)  # type: ignore[arg-type]
-    if guessed == options:
-        return options, ""
+    if guessed == options or not {guessed.context_column, guessed.response_column} <= set(columns):
+        return guessed, ""
     return guessed, (
         f"pairs: contexts are the column {guessed.context_column!r}, responses {guessed.response_column!r}; "
         "--pairs.context-column and --pairs.response-column name others"
