@@ -20,8 +20,7 @@ from pipeline.models.settings import (
 )
 from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.settings import FinetuneConfig, LoopConfig, Workers
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")

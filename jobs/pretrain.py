@@ -15,8 +15,7 @@ from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.options.unread import read_when
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
-from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
-from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.settings import TOKENS, LoopConfig, PretrainConfig, TokenizeConfig, Workers
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")

@@ -59,7 +59,7 @@ from pipeline.models.transformer import Encoder
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
-from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 from tests.helpers import Finished, job_command
 

@@ -19,8 +19,8 @@ from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
 from pipeline.training.batches import PLACE, ExampleRow
-from pipeline.training.finetune_settings import Taught
 from pipeline.training.negatives import RightAnswers, answer_keys, example_columns, right_answers
+from pipeline.training.settings import Taught
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""

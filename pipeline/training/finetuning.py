@@ -22,7 +22,6 @@ from pipeline.training.examples import (
     has_values,
     teacher_dimensions,
 )
-from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.loop import Task
 from pipeline.training.mining import Miner
 from pipeline.training.negatives import example_columns
@@ -32,7 +31,7 @@ from pipeline.training.objectives import (
     PairModule,
 )
 from pipeline.training.optimization import optimization
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import FinetuneConfig, LoopConfig
 from pipeline.training.validation import Validation
 
 

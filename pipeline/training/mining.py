@@ -44,8 +44,8 @@ from pipeline.models import inference
 from pipeline.models.ranker import Ranker
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.distributed import gather, gather_items
-from pipeline.training.finetune_settings import Mining
 from pipeline.training.negatives import answer_keys, highest_allowed
+from pipeline.training.settings import Mining
 
 _CONTEXTS_AT_ONCE = 64
 _LOGITS_AT_ONCE = 1 << 23  # of float32; scoring holds some four arrays of them: 128 MB

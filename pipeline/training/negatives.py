@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from pipeline.training.finetune_settings import NegativeLimits
+from pipeline.training.settings import NegativeLimits
 
 
 def example_columns(same_group_negatives: bool) -> tuple[str, ...]:

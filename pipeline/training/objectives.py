@@ -21,7 +21,7 @@ from pipeline.models.losses import (
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import TEACHER_RESPONSE, DualBatch, PairBatch
-from pipeline.training.finetune_settings import Distillation, NegativesFrom
+from pipeline.training.settings import Distillation, NegativesFrom
 
 LossMetrics = dict[str, Tensor]
 

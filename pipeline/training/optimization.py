@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import require
-from pipeline.training.settings import OptimizationConfig
+from pipeline.training.settings import LoopConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Optimization:
 
 
 def optimization(
-    config: OptimizationConfig,
+    config: LoopConfig,
     module: nn.Module,
     steps: int,
     new_weights: Iterable[nn.Parameter] = (),
@@ -82,13 +82,13 @@ def _decay_used_rows(tables: Iterable[nn.Parameter], decay: float) -> None:
             table.grad.addcmul_(table.detach(), is_used_V1, value=decay)
 
 
-def warmup_of(config: OptimizationConfig, steps: int) -> int:
+def warmup_of(config: LoopConfig, steps: int) -> int:
     """Steps of warm-up, at least 1."""
     share = config.warmup_steps * steps if config.warmup_steps < 1 else config.warmup_steps
     return max(1, round(share))
 
 
-def lr_multiplier(step: int, steps: int, config: OptimizationConfig) -> float:
+def lr_multiplier(step: int, steps: int, config: LoopConfig) -> float:
     """The learning rate of a step (from 0) of `steps` as a share of the peak."""
     warmup = warmup_of(config, steps)
     if step < warmup:
@@ -109,7 +109,7 @@ def lr_multiplier(step: int, steps: int, config: OptimizationConfig) -> float:
 
 
 def _optimizer(
-    config: OptimizationConfig,
+    config: LoopConfig,
     parameters: Iterable[nn.Parameter],
     new_ids: set[int],
     undecayed_ids: set[int],

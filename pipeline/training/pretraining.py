@@ -37,9 +37,8 @@ from pipeline.training.pretraining_batches import (
     StepBatch,
     validation_batches,
 )
-from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.selection import Measured
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import LoopConfig, PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 

@@ -35,7 +35,7 @@ from pipeline.training.pair_windows import (
     require_text_lengths,
     sample_valid_pairs,
 )
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.token_masking import (
     Masker,
     derive_keys,

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.arrays import Bools, Floats, Ints, Keys
 from pipeline.models.tokens import Tokenizer
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

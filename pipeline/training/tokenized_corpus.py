@@ -36,7 +36,7 @@ from pipeline.engine.run import run_tasks
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.storage import npy
-from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.settings import TOKENS, TokenizeConfig
 
 _COUNTS = "token_counts.npy"
 _TASK_COUNTS = (

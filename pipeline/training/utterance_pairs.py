@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.arrays import Bools, Ints, Keys
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.token_masking import derive_keys, hash_keys, uniform
 from pipeline.training.tokenized_corpus import Vocabulary
 

@@ -24,8 +24,7 @@ from pipeline.corpora import raw, reddit
 from pipeline.evaluation import estimate as evaluation_estimate
 from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.settings import TeachingConfig, TokenizerConfig
+from pipeline.training.settings import FinetuneConfig, TeachingConfig, TokenizerConfig
 from tests.helpers import rows_of
 
 ROOT = Path(__file__).parents[2]

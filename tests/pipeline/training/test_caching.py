@@ -13,8 +13,8 @@ import torch
 from pipeline.models.transformer import set_dropout
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator
-from pipeline.training.finetune_settings import Distillation
 from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.settings import Distillation
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),

@@ -23,9 +23,8 @@ from pipeline.training.checkpoints import is_sharded, read_state, weights_of, wr
 from pipeline.training.data_parallel import distribute
 from pipeline.training.loop import Listener, train
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.resuming import read_saved
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import LoopConfig, PretrainConfig
 from tests.helpers import run_in_processes
 
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4

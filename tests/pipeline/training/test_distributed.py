@@ -29,10 +29,10 @@ from pipeline.training.distributed import (
     rank,
 )
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
-from pipeline.training.finetune_settings import Distillation, Mining
 from pipeline.training.mining import Miner
 from pipeline.training.negatives import example_columns
 from pipeline.training.objectives import DualModule
+from pipeline.training.settings import Distillation, Mining
 from tests.helpers import run_in_processes
 
 KINDS = {

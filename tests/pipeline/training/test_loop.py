@@ -23,15 +23,13 @@ from pipeline.models.sources import External
 from pipeline.training import loop, meter
 from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, weights_of, write_state
-from pipeline.training.finetune_settings import FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, Task, train
 from pipeline.training.optimization import lr_multiplier, optimization
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.resuming import read_saved
 from pipeline.training.selection import Measured
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import FinetuneConfig, LoopConfig, Mining, PretrainConfig
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from pipeline.models import inference
 from pipeline.training import mining
 from pipeline.training.batches import PLACE, Epoch, Rows
 from pipeline.training.examples import DualCollator
-from pipeline.training.finetune_settings import Mining
 from pipeline.training.mining import Miner
 from pipeline.training.negatives import example_columns
+from pipeline.training.settings import Mining
 from tests.helpers import run_in_processes
 
 # Some responses stand twice.

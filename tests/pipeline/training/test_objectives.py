@@ -10,9 +10,9 @@ from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
-from pipeline.training.finetune_settings import Distillation, FinetuneConfig
 from pipeline.training.negatives import right_answers
 from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.settings import Distillation, FinetuneConfig
 
 
 def generator(seed=0):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.training.pretraining_batches import PretrainingBatches, validation_batches
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4

@@ -11,7 +11,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.models.tokens import Tokenizer
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.token_masking import (
     Masker,
     derive_keys,
