@@ -13,18 +13,19 @@ from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
-from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import (
+from pipeline.training.data import (
     TEACHER_COLUMNS,
+    Batches,
     DualCollator,
     PairCollator,
+    Rows,
+    example_columns,
     has_values,
     teacher_dimensions,
 )
 from pipeline.training.loop import Task
-from pipeline.training.mining import Miner
-from pipeline.training.negatives import example_columns
+from pipeline.training.negatives import Miner
 from pipeline.training.objectives import (
     DualModule,
     Objective,
@@ -148,7 +149,7 @@ class Finetuning:
                 f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
         if not ranker.config.has_vectors:
             return PairModule(ranker.cross, distill), PairCollator(
-                ranker, config.negatives, teacher, config.same_group_negatives
+                ranker, config.negatives, teacher, same_group_negatives=config.same_group_negatives
             )
         if distill.loss == "cosine":
             teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions

@@ -19,8 +19,8 @@ from pipeline.models.losses import (
     right_above_all,
 )
 from pipeline.models.network import PairNetwork, VectorNetwork
+from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
 from pipeline.training.distributed import gather, gather_with_gradient, rank
-from pipeline.training.examples import TEACHER_RESPONSE, DualBatch, PairBatch
 from pipeline.training.settings import Distillation, NegativesFrom
 
 LossMetrics = dict[str, Tensor]
@@ -191,10 +191,11 @@ class PairModule(Objective):
 
     def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, LossMetrics]:
         (scores_BC,) = encoded
-        excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
-        excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
-        loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
-        is_right_B = right_above_all(scores_BC, batch.label_B, excluded_BC)
+        label_B = torch.zeros(len(batch), dtype=torch.long, device=scores_BC.device)
+        excluded_BC = batch.key_BC == batch.key_BC[:, :1]
+        excluded_BC[:, 0] = False
+        loss = ranking_loss(scores_BC, label_B, excluded_BC)
+        is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
         metrics = {"accuracy": is_right_B.float().mean()}
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require
 from pipeline.training import utterance_pairs
-from pipeline.training.batches import Epoch, Rows
+from pipeline.training.data import Epoch, Rows
 from pipeline.training.settings import PretrainConfig
 from pipeline.training.token_masking import example_keys
 from pipeline.training.tokenized_corpus import TokenizedCorpus

@@ -27,7 +27,7 @@ from pipeline.arrays import Floats, Ints
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import utterance_pairs
-from pipeline.training.batches import prefetch
+from pipeline.training.data import prefetch
 from pipeline.training.pair_windows import (
     WindowReader,
     WindowStream,

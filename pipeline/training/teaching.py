@@ -4,7 +4,7 @@
         over candidates  `teacher_scores` list<float>: one for each of `candidates`, the mean of the
                          teachers'; null where a row has none
         over batch       `teacher_context` and `teacher_response`, a vector each (TEACHER_CONTEXT in
-                         examples.py)
+                         data.py)
     valid/…, test/…      as they are, these columns null
 
 Scores are logits of a softmax over candidates, so their mean stands for the geometric mean of the teachers'
@@ -35,9 +35,16 @@ from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import read_settings
-from pipeline.training.batches import ExampleRow
-from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
-from pipeline.training.negatives import RightAnswers, highest_allowed, right_answers
+from pipeline.training.data import (
+    TEACHER,
+    TEACHER_COLUMNS,
+    TEACHER_CONTEXT,
+    TEACHER_RESPONSE,
+    ExampleRow,
+    RightAnswers,
+    right_answers,
+)
+from pipeline.training.negatives import highest_allowed
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of

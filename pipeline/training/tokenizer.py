@@ -25,7 +25,7 @@ from pipeline.models.convert.files import save_counts, save_vectors
 from pipeline.models.convert.start import rarity
 from pipeline.models.convert.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
-from pipeline.training.examples import (
+from pipeline.training.data import (
     TEACHER_CONTEXT,
     TEACHER_RESPONSE,
     has_values,

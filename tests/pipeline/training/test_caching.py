@@ -12,7 +12,7 @@ import torch
 
 from pipeline.models.transformer import set_dropout
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator
+from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
 from pipeline.training.objectives import DualModule, PairModule
 from pipeline.training.settings import Distillation
 
@@ -119,7 +119,7 @@ from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 from pipeline.models.shape import Shape
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import DualBatch
+from pipeline.training.data import DualBatch
 from pipeline.training.objectives import DualModule
 
 examples, chunk = int(sys.argv[1]), int(sys.argv[2])

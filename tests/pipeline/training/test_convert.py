@@ -13,7 +13,7 @@ from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.sources import External
-from pipeline.training.examples import DualCollator
+from pipeline.training.data import DualCollator
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
 from pipeline.training.objectives import DualModule

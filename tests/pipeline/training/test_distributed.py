@@ -19,18 +19,16 @@ from pipeline.models import precision
 from pipeline.models.convert.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
-from pipeline.training import meter, mining
-from pipeline.training.batches import Epoch, Rows
+from pipeline.training import meter, negatives
 from pipeline.training.caching import backward, cached_backward
+from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
 from pipeline.training.distributed import (
     agree_on_precision,
     gather,
     gather_with_gradient,
     rank,
 )
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
-from pipeline.training.mining import Miner
-from pipeline.training.negatives import example_columns
+from pipeline.training.negatives import Miner
 from pipeline.training.objectives import DualModule
 from pipeline.training.settings import Distillation, Mining
 from tests.helpers import run_in_processes
@@ -144,7 +142,7 @@ def mined(folder, own_rank, world, state=None):
 
     with (
         patch.object(Miner, "_search", recorded_search),
-        patch.object(mining, "_ROWS_AT_ONCE", 3),
+        patch.object(negatives, "_ROWS_AT_ONCE", 3),
     ):
         if state:
             miner.load(state)
