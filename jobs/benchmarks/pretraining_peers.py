@@ -23,7 +23,7 @@ from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.tokens import Tokenizer
 from pipeline.training import utterance_pairs
-from pipeline.training.optimization import Optimization, optimization
+from pipeline.training.loop import Optimization, optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_batches import MicroBatch, PretrainingBatches
 from pipeline.training.tokenized_corpus import TokenizedCorpus

@@ -36,6 +36,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
+from pipeline.training.loop import derived_seed
 from pipeline.training.settings import Taught
 
 ItemT = TypeVar("ItemT")
@@ -277,8 +278,8 @@ class Batches:
         return [items[start : start + self.examples] for start in starts]
 
     def _generator(self, *place: int) -> torch.Generator:
-        seed = np.random.SeedSequence([self.rows.seed, self.rows.rank, *place])
-        return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
+        seed = derived_seed(self.rows.seed, self.rows.rank, *place)
+        return torch.Generator().manual_seed(seed)
 
 
 def prefetch(source: Iterator[ItemT], depth: int) -> Generator[ItemT]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
+import torch
 
 from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
-from pipeline.evaluation.questions import validation_questions
+from pipeline.evaluation.questions import Questions, validation_questions
+from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
-from pipeline.training.caching import backward, cached_backward
 from pipeline.training.data import (
     TEACHER_COLUMNS,
     Batches,
@@ -24,16 +26,45 @@ from pipeline.training.data import (
     has_values,
     teacher_dimensions,
 )
-from pipeline.training.loop import Task
-from pipeline.training.negatives import Miner
-from pipeline.training.objectives import (
+from pipeline.training.loop import Measured, Task, optimization, reduce_over_ranks
+from pipeline.training.losses import (
     DualModule,
     Objective,
     PairModule,
+    backward,
+    cached_backward,
 )
-from pipeline.training.optimization import optimization
+from pipeline.training.negatives import Miner
 from pipeline.training.settings import FinetuneConfig, LoopConfig
-from pipeline.training.validation import Validation
+
+
+class Validation:
+    """How often the ranker in training puts the right candidate first (R@1), and its loss.
+
+    The questions and the scores are those of evaluation; the loss scales the scores as the loss of training
+    does. The questions are the same at every validation, and the ranks share them.
+    """
+
+    def __init__(self, ranker: Ranker, questions: Questions, rank: int, world: int) -> None:
+        self.questions = questions
+        self._ranker = ranker
+        self._rank_questions = questions.part(np.arange(rank, len(questions), world))
+
+    def __call__(self) -> Measured:
+        """R@1 and the loss; a collective call. Leaves the ranker in evaluation mode.
+
+        r1: share of the contexts whose right candidate scores above all others; a tie is none. loss: mean
+        cross-entropy of the right candidate, in nats.
+        """
+        self._ranker.eval()
+        sums = [0.0, 0.0, float(len(self._rank_questions))]
+        if len(self._rank_questions):
+            scorer = RankerScorer(self._ranker, as_in_loss=True)
+            ranking = rank(scorer.prepare(self._rank_questions), self._rank_questions)
+            sums[:2] = [float((ranking.ranks_N == 1).sum()), float(ranking.losses_N.sum())]
+        total = torch.tensor(sums, dtype=torch.float64, device=self._ranker.device)
+        hits, loss_sum, count = reduce_over_ranks(total).tolist()
+        return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")
 
 
 @dataclass(kw_only=True)
@@ -78,27 +109,38 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        batch_examples = self.finetune.batch_examples
-        require(batch_examples >= world, "finetune.batch_examples", batch_examples,
+        config = self.finetune
+        require(config.batch_examples >= world, "finetune.batch_examples", config.batch_examples,
                 f"at least the {world} workers")  # fmt: skip
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
         ranker.precision = self.loop.precision  # of validation and mining, as of training
         network = ranker.network
         encoders = [part for part in network.modules() if isinstance(part, Encoder)]
-        self._check_encoders(encoders)
+        for name, value, default in (
+            ("keep_layers", config.keep_layers, 0),
+            ("train_layers", config.train_layers, "all"),
+            ("dropout", config.dropout, None),
+        ):
+            require(bool(encoders) or value == default, f"finetune.{name}", value,
+                    f"{default!r} with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
         for part in encoders:
-            if self.finetune.keep_layers:
-                shorten(part, self.finetune.keep_layers)
-            freeze(part, self.finetune.train_layers)
-        if self.finetune.dropout is not None:
-            set_dropout(network, self.finetune.dropout)
+            if config.keep_layers:
+                shorten(part, config.keep_layers)
+            freeze(part, config.train_layers)
+        if config.dropout is not None:
+            set_dropout(network, config.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        batches = Batches(self._rows(collator.columns, rank, world), collator, batch_examples)
+        rows = self._rows(collator.columns, rank, world)
+        batches = Batches(rows, collator, config.batch_examples)
         steps = self._steps(batches.steps_per_epoch, miner)
-        chunk = self.finetune.chunk_examples
-
+        chunk, validation = config.chunk_examples, None
+        if self.corpus.rows("valid/"):
+            questions = validation_questions(
+                self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
+            )
+            validation = Validation(ranker, questions, rank, world) if len(questions) else None
         return FinetuneTask(
             ranker=ranker,
             module=module,
@@ -109,7 +151,7 @@ class Finetuning:
             ),
             save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
-            validation=self._validation(ranker, rank, world),
+            validation=validation,
             miner=miner,
             before_step=network.before_step,
             work=lambda batch: {"samples": float(len(batch))},
@@ -132,10 +174,10 @@ class Finetuning:
             ranker, rows, config.mine, max(1, steps), rank, world, config.same_group_negatives
         )
 
-    def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
+    def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, DualCollator]:
         """The objective, and the collator of its batches."""
-        config = self.finetune
-        distill = config.distill
+        config, distill = self.finetune, self.finetune.distill
+        negatives = config.negatives
         teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
         if not ranker.config.has_vectors:
             require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
@@ -148,15 +190,15 @@ class Finetuning:
                 config.negatives_from,
                 f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
         if not ranker.config.has_vectors:
-            return PairModule(ranker.cross, distill), PairCollator(
-                ranker, config.negatives, teacher, same_group_negatives=config.same_group_negatives
-            )
+            pairs = PairCollator(ranker, negatives, teacher, None, config.same_group_negatives)
+            return PairModule(ranker.cross, distill), pairs
         if distill.loss == "cosine":
             teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
             require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
                     f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
                     f"ranker's {ranker_width}")  # fmt: skip
-        negatives = 0 if config.negatives_from == "batch" else config.negatives
+        if config.negatives_from == "batch":
+            negatives = 0
         module = DualModule(
             ranker.dual,
             config.negatives_from,
@@ -166,17 +208,6 @@ class Finetuning:
         )
         mined = miner.negatives_of if miner else None
         return module, DualCollator(ranker, negatives, teacher, mined, config.same_group_negatives)
-
-    def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
-        """Raises BadInput for settings of a pre-trained encoder if the ranker has no such encoder."""
-        config, kind = self.finetune, self.ranker.architecture
-        for name, value, default in (
-            ("keep_layers", config.keep_layers, 0),
-            ("train_layers", config.train_layers, "all"),
-            ("dropout", config.dropout, None),
-        ):
-            require(bool(encoders) or value == default, f"finetune.{name}", value,
-                    f"{default!r} with ranker.architecture {kind!r}")  # fmt: skip
 
     def _check_teacher(self) -> None:
         """Raises BadInput for a distillation loss that would get no scores of a teacher."""
@@ -202,15 +233,6 @@ class Finetuning:
         require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
                 distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
                 f"--teaching.over {distill.over}")  # fmt: skip
-
-    def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
-        config = self.finetune
-        if not self.corpus.rows("valid/"):
-            return None
-        questions = validation_questions(
-            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
-        )
-        return Validation(ranker, questions, rank, world) if len(questions) else None
 
     def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""

@@ -48,7 +48,8 @@ from pipeline.training.data import (
     Rows,
     answer_keys,
 )
-from pipeline.training.distributed import gather, gather_items
+from pipeline.training.loop import gather_items
+from pipeline.training.losses import gather
 from pipeline.training.settings import Mining, NegativeLimits
 
 _CONTEXTS_AT_ONCE = 64

@@ -121,12 +121,13 @@ class MicroBatch:
 class StepBatch:
     """One worker's micro-batches of a step, with the numbers of their lanes."""
 
+    step: int
     lanes: tuple[int, ...]
     parts: list[MicroBatch]
 
     def to(self, device: torch.device) -> StepBatch:
         """The batch on a device."""
-        return StepBatch(self.lanes, [part.to(device) for part in self.parts])
+        return StepBatch(self.step, self.lanes, [part.to(device) for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -272,14 +273,15 @@ class PretrainingBatches:
                     self._micro_batch(*streams[lane][self._draw_corpus(lane, step)].next(), step)
                     for lane in self.lanes
                 ]
-                step += 1
                 cursor = {
                     str(lane): LanePosition(
-                        micro_batches=step, corpora=[stream.position for stream in streams[lane]]
+                        micro_batches=step + 1,
+                        corpora=[stream.position for stream in streams[lane]],
                     )
                     for lane in self.lanes
                 }
-                yield StepBatch(self.lanes, batches), cursor
+                yield StepBatch(step, self.lanes, batches), cursor
+                step += 1
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 

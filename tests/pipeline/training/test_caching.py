@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pipeline.models.transformer import set_dropout
-from pipeline.training.caching import backward, cached_backward
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation
 
 ROWS = [
@@ -118,9 +117,9 @@ from pipeline.models.settings import PolyConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 from pipeline.models.shape import Shape
-from pipeline.training.caching import backward, cached_backward
+from pipeline.training.losses import backward, cached_backward
 from pipeline.training.data import DualBatch
-from pipeline.training.objectives import DualModule
+from pipeline.training.losses import DualModule
 
 examples, chunk = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

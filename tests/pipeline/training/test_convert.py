@@ -14,11 +14,10 @@ from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.sources import External
 from pipeline.training.data import DualCollator
-from pipeline.training.finetuning import Finetuning
+from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.objectives import DualModule
+from pipeline.training.losses import DualModule
 from pipeline.training.settings import FinetuneConfig, LoopConfig
-from pipeline.training.validation import Validation
 
 CPU = torch.device("cpu")
 SMALL = {

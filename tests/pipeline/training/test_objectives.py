@@ -16,7 +16,7 @@ from pipeline.training.data import (
     has_values,
     right_answers,
 )
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.losses import DualModule, PairModule
 from pipeline.training.settings import Distillation, FinetuneConfig
 
 
