@@ -4,7 +4,7 @@ An epoch is the files of a split in a random order, and the row groups of each i
 each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
 shuffles a window and cuts it into batches of a fixed number of rows. Everything follows from (seed, epoch,
 window), so a cursor of a few numbers is all that a checkpoint needs. Pre-training's batches are bounded by
-tokens instead: pretraining_batches.py.
+tokens instead: pretraining_data.py.
 
 What is no negative: the other responses to the same context are right, too (Reddit, AmazonQA), and where the
 settings say so those of the same group (dialogue, thread, product).

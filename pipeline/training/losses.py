@@ -250,7 +250,7 @@ class PairModule(Objective):
 
     def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, LossMetrics]:
         (scores_BC,) = encoded
-        label_B = torch.zeros(len(batch), dtype=torch.long, device=scores_BC.device)
+        label_B = torch.zeros(len(scores_BC), dtype=torch.long, device=scores_BC.device)
         excluded_BC = batch.key_BC == batch.key_BC[:, :1]
         excluded_BC[:, 0] = False
         loss = ranking_loss(scores_BC, label_B, excluded_BC)

@@ -3,7 +3,7 @@
 The next utterance is told from a random one where both stand in a pair (NUP), or from the other responses
 of the micro-batch by the vectors of texts that are encoded alone (contrastive).
 
-A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all
+A step is one micro-batch of every lane (pretraining_data.py). Each loss is the sum over all
 micro-batches of all workers, divided by the number of their predictions, so the number of workers does not
 change the objective.
 """
@@ -37,12 +37,7 @@ from pipeline.training.loop import (
     reduce_over_ranks,
 )
 from pipeline.training.losses import gradient_sync
-from pipeline.training.pretraining_batches import (
-    MicroBatch,
-    PretrainingBatches,
-    StepBatch,
-    validation_batches,
-)
+from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches, StepBatch
 from pipeline.training.settings import LoopConfig, PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
@@ -178,7 +173,8 @@ class Pretraining:
         config, seed = self.pretrain, self.loop.seed
         model, _ = self.model()
         tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
-        valid_batches = validation_batches(self.corpora, self.weights, config, seed)
+        batches = PretrainingBatches(self.corpora, self.weights, config, rank, world, seed)
+        valid_batches = batches.validation()
         cost = TrainingFlops.of(model.encoder, model.mlm)
 
         def save(folder: Path) -> None:
@@ -195,7 +191,7 @@ class Pretraining:
 
         return Task(
             module=model,
-            batches=PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed),
+            batches=batches,
             steps=config.steps,
             optimize=lambda: optimization(self.loop, model, config.steps),
             backward=partial(_accumulate, seed),

@@ -439,6 +439,11 @@ class PretrainConfig:
         return self.max_context_tokens + self.max_response_tokens - 1
 
     @property
+    def kept_tokens(self) -> tuple[int, int]:
+        """Tokens of a context and of a response that are kept, special tokens not counted."""
+        return self.max_context_tokens - 2, self.max_response_tokens - 2
+
+    @property
     def single_texts(self) -> bool:
         """Whether the encoder reads contexts and responses as rows of their own."""
         return self.objective in ("contrastive", "contrastive_mlm")

@@ -130,7 +130,6 @@ def test_a_loss(tiny, monkeypatch):
     @dataclass
     class Batch:
         key_BC = torch.tensor([[1, 2, 3]])
-        label_B = torch.tensor([0])
         teacher_BC = torch.tensor([[3.0, 1.0, 0.0]])
 
     scores_BC = torch.tensor([[2.0, 1.0, 0.5]], requires_grad=True)

@@ -21,9 +21,9 @@ from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.training import loop, negatives
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
+from pipeline.training.loop import agree_on_precision
 from pipeline.training.losses import (
     DualModule,
-    agree_on_precision,
     backward,
     cached_backward,
     gather,
