@@ -327,6 +327,10 @@ class Masker:
 # Windows
 
 
+_Window = tuple[Pairs, list[Ints]]
+"""Pairs of a window, and the rows of each micro-batch."""
+
+
 @dataclass(frozen=True)
 class _WindowReader:
     """Windows of one corpus: pieces of an epoch's order that are shuffled together and cut into
@@ -347,8 +351,8 @@ class _WindowReader:
         """Windows in an epoch of a lane."""
         return -(-len(self.rows) // self.window_rows)
 
-    def read(self, lane: int, epoch: int, window: int) -> tuple[Pairs, list[Ints]]:
-        """(pairs, rows of each micro-batch), the same whenever and wherever it is read."""
+    def read(self, lane: int, epoch: int, window: int) -> _Window:
+        """The same whenever and wherever it is read."""
         order = dataclasses.replace(self.rows, rank=lane).epoch(epoch)
         start = window * self.window_rows
         stop = min(start + self.window_rows, len(self.rows))
@@ -363,6 +367,25 @@ class _WindowReader:
         keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first_place, end_place))
         pairs = make_pairs(contexts, responses, other_responses, keys_R, share)
         return pairs, cut_pairs(pairs, self.config, rng)
+
+    def micro_batches(
+        self, lane: int, position: list[int], first: Future[_Window], threads: ThreadPoolExecutor
+    ) -> Iterator[tuple[Pairs, Ints, list[int]]]:
+        """(pairs of a window, which of them are a micro-batch, the position after it) for ever, from a
+        position on whose window is `first`; the next window is read in another thread meanwhile."""
+        (epoch, window, batch), future = position, first
+        while True:
+            pairs, batches = future.result()
+            after = (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
+            future = threads.submit(self.read, lane, *after)
+            for number in range(batch, len(batches)):
+                is_last = number + 1 == len(batches)
+                yield (
+                    pairs,
+                    batches[number],
+                    [*after, 0] if is_last else [epoch, window, number + 1],
+                )
+            (epoch, window), batch = after, 0
 
     def _read_other_responses(
         self, order: Epoch, start: int, stop: int, rng: np.random.Generator
@@ -379,43 +402,6 @@ class _WindowReader:
         return Texts.of(
             pa.concat_tables(tables)["response"], self.config.kept_tokens[1], newest=False
         )
-
-
-class _WindowStream:
-    """Micro-batches of one corpus for one lane; the next window is read in another thread meanwhile."""
-
-    def __init__(
-        self, reader: _WindowReader, lane: int, position: list[int], threads: ThreadPoolExecutor
-    ) -> None:
-        self._reader, self._lane, self._threads = reader, lane, threads
-        self._epoch, self._window, self._batch = position
-        self._current: tuple[Pairs, list[Ints]] | None = None
-        self._next = self._submit_read(self._epoch, self._window)
-
-    @property
-    def position(self) -> list[int]:
-        return [self._epoch, self._window, self._batch]
-
-    def next(self) -> tuple[Pairs, Ints]:
-        """The pairs of a window, and which of them are a micro-batch."""
-        if self._current is None:
-            self._current = self._next.result()
-            self._next = self._submit_read(*self._next_place())
-        pairs, batches = self._current
-        rows_B = batches[self._batch]
-        self._batch += 1
-        if self._batch == len(batches):
-            self._epoch, self._window = self._next_place()
-            self._batch, self._current = 0, None
-        return pairs, rows_B
-
-    def _submit_read(self, epoch: int, window: int) -> Future[tuple[Pairs, list[Ints]]]:
-        return self._threads.submit(self._reader.read, self._lane, epoch, window)
-
-    def _next_place(self) -> tuple[int, int]:
-        if self._window + 1 < self._reader.windows:
-            return self._epoch, self._window + 1
-        return self._epoch + 1, 0
 
 
 def _texts_of(table: pa.Table, config: PretrainConfig) -> tuple[Texts, Texts]:
@@ -615,28 +601,26 @@ class PretrainingBatches:
     def _walk(self, positions: dict[int, LanePosition]) -> Iterator[tuple[StepBatch, LaneCursor]]:
         threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
         try:
+            corpora = {lane: list(position["corpora"]) for lane, position in positions.items()}
             streams = {
                 lane: [
-                    _WindowStream(reader, lane, lane_position, threads)
-                    for reader, lane_position in zip(
-                        self._readers, position["corpora"], strict=True
+                    reader.micro_batches(
+                        lane, position, threads.submit(reader.read, lane, *position[:2]), threads
                     )
+                    for reader, position in zip(self._readers, corpora[lane], strict=True)
                 ]
-                for lane, position in positions.items()
+                for lane in self.lanes
             }
             step = next(iter(positions.values()))["micro_batches"]
             while True:
-                batches = [
-                    self._micro_batch(*streams[lane][self._draw_corpus(lane, step)].next(), step)
-                    for lane in self.lanes
-                ]
-                if torch.cuda.is_available():
-                    batches = [batch.pin() for batch in batches]
+                batches = list[MicroBatch]()
+                for lane in self.lanes:
+                    number = self._draw_corpus(lane, step)
+                    pairs, rows_B, corpora[lane][number] = next(streams[lane][number])
+                    batch = self._micro_batch(pairs, rows_B, step)
+                    batches.append(batch.pin() if torch.cuda.is_available() else batch)
                 cursor = {
-                    str(lane): LanePosition(
-                        micro_batches=step + 1,
-                        corpora=[stream.position for stream in streams[lane]],
-                    )
+                    str(lane): LanePosition(micro_batches=step + 1, corpora=list(corpora[lane]))
                     for lane in self.lanes
                 }
                 yield StepBatch(step, self.lanes, batches), cursor
