@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -109,12 +108,10 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        config = self.finetune
-        require(config.batch_examples >= world, "finetune.batch_examples", config.batch_examples,
-                f"at least the {world} workers")  # fmt: skip
-        self._check_teacher()
-        ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
-        ranker.precision = self.loop.precision  # of validation and mining, as of training
+        config, distill, loop = self.finetune, self.finetune.distill, self.loop
+        self._check(world)
+        ranker = new_ranker(self.ranker, self.encoder.local(), loop.seed)
+        ranker.precision = loop.precision  # of validation and mining, as of training
         network = ranker.network
         encoders = [part for part in network.modules() if isinstance(part, Encoder)]
         for name, value, default in (
@@ -130,15 +127,50 @@ class Finetuning:
             freeze(part, config.train_layers)
         if config.dropout is not None:
             set_dropout(network, config.dropout)
-        miner = self._miner(ranker, rank, world)
-        module, collator = self._objective(ranker, miner)
-        rows = self._rows(collator.columns, rank, world)
+
+        rows = Rows.of(self.corpus, "train", (), rank, world, loop.seed, self.held_out())
+        same_group, miner = config.same_group_negatives, None
+        if config.negatives_from == "mined":
+            every_steps = round(config.mine.every_epochs * rows.total / config.batch_examples)
+            all_rows = replace(rows, columns=example_columns(same_group), rank=0, world=1)
+            miner = Miner(
+                ranker, all_rows, config.mine, max(1, every_steps), rank, world, same_group
+            )
+        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
+        module: Objective
+        if self.ranker.has_vectors:
+            module = DualModule(
+                ranker.dual,
+                config.negatives_from,
+                distill,
+                config.share_negatives,
+                config.label_smoothing,
+            )
+            negatives = 0 if config.negatives_from == "batch" else config.negatives
+            mined = miner.negatives_of if miner else None
+            collator = DualCollator(ranker, negatives, teacher, mined, same_group)
+        else:
+            module = PairModule(ranker.cross, distill)
+            collator = PairCollator(ranker, config.negatives, teacher, None, same_group)
+        if distill.loss == "cosine":
+            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
+            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
+                    f"ranker's {ranker_width}")  # fmt: skip
+
+        rows = replace(rows, columns=tuple(collator.columns))
         batches = Batches(rows, collator, config.batch_examples)
-        steps = self._steps(batches.steps_per_epoch, miner)
+        steps = round(config.epochs * batches.steps_per_epoch)
+        if config.epochs:  # half an epoch of one batch would round to none
+            steps = max(steps, 1)
+        steps = min(steps, config.max_steps or steps)
+        if miner is not None:
+            require(miner.every_steps < steps, "finetune.mine.every_epochs", config.mine.every_epochs,
+                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
         chunk, validation = config.chunk_examples, None
         if self.corpus.rows("valid/"):
             questions = validation_questions(
-                self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
+                self.corpus, "valid", config.valid_candidates, config.valid_examples, loop.seed
             )
             validation = Validation(ranker, questions, rank, world) if len(questions) else None
         return FinetuneTask(
@@ -147,7 +179,7 @@ class Finetuning:
             batches=batches,
             steps=steps,
             optimize=lambda: optimization(
-                self.loop, module, steps, network.new_weights, network.token_tables
+                loop, module, steps, network.new_weights, network.token_tables
             ),
             save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
@@ -157,91 +189,39 @@ class Finetuning:
             work=lambda batch: {"samples": float(len(batch))},
         )
 
-    def _rows(self, columns: Sequence[str], rank: int, world: int) -> Rows:
-        return Rows.of(self.corpus, "train", columns, rank, world, self.loop.seed, self.held_out())
-
-    def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
-        config = self.finetune
-        require(ranker.config.has_vectors or config.negatives_from in ("batch", "given"),
-                "finetune.negatives_from", config.negatives_from,
-                f"'batch' or 'given' with ranker.architecture {ranker.config.architecture!r}, which takes "
-                "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
-        if config.negatives_from != "mined":
-            return None
-        rows = self._rows(example_columns(config.same_group_negatives), 0, 1)
-        steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
-        return Miner(
-            ranker, rows, config.mine, max(1, steps), rank, world, config.same_group_negatives
-        )
-
-    def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, DualCollator]:
-        """The objective, and the collator of its batches."""
-        config, distill = self.finetune, self.finetune.distill
-        negatives = config.negatives
-        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
-        if not ranker.config.has_vectors:
-            require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
-                    f"0 with ranker.architecture {ranker.config.architecture!r}")  # fmt: skip
-            require(not config.share_negatives, "finetune.share_negatives", True,
-                    f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
-                    "every pair")  # fmt: skip
-        from_corpus = config.negatives_from in ("given", "both")
-        require(not from_corpus or has_values(self.corpus, "candidates"), "finetune.negatives_from",
-                config.negatives_from,
-                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
-        if not ranker.config.has_vectors:
-            pairs = PairCollator(ranker, negatives, teacher, None, config.same_group_negatives)
-            return PairModule(ranker.cross, distill), pairs
+    def _check(self, world: int) -> None:
+        """Raises BadInput for settings that do not fit each other, the architecture or the corpus."""
+        config, distill, ranker = self.finetune, self.finetune.distill, self.ranker
+        architecture = f"ranker.architecture {ranker.architecture!r}"
+        require(config.batch_examples >= world, "finetune.batch_examples", config.batch_examples,
+                f"at least the {world} workers")  # fmt: skip
         if distill.loss == "cosine":
-            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
-            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
-                    f"ranker's {ranker_width}")  # fmt: skip
-        if config.negatives_from == "batch":
-            negatives = 0
-        module = DualModule(
-            ranker.dual,
-            config.negatives_from,
-            distill,
-            config.share_negatives,
-            config.label_smoothing,
-        )
-        mined = miner.negatives_of if miner else None
-        return module, DualCollator(ranker, negatives, teacher, mined, config.same_group_negatives)
-
-    def _check_teacher(self) -> None:
-        """Raises BadInput for a distillation loss that would get no scores of a teacher."""
-        config, distill = self.finetune, self.finetune.distill
-        if distill.loss == "none":
-            return
-        if distill.loss == "cosine":
-            require(self.ranker.has_vectors, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
-            count = self.ranker.vectors_per_context
+            require(ranker.has_vectors, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse with {architecture}")  # fmt: skip
+            count = ranker.vectors_per_context
             require(count == 1, "finetune.distill.loss", distill.loss,
                     f"kl, margin_mse, as a context has {count} vectors")  # fmt: skip
             require(distill.over == "batch", "finetune.distill.over", distill.over,
                     "batch with finetune.distill.loss 'cosine'")  # fmt: skip
-        if self.ranker.has_vectors:
+        if distill.loss != "none":
             unused_by = {"candidates": ("batch", "mined"), "batch": ("given",)}[distill.over]
-            require(config.negatives_from not in unused_by, "finetune.distill.loss", distill.loss,
-                    f"'none', with finetune.negatives_from {config.negatives_from!r} and "
-                    f"finetune.distill.over {distill.over!r}")  # fmt: skip
-        else:
-            require(distill.over == "candidates", "finetune.distill.over", distill.over,
-                    f"candidates with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
-        require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
-                distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
-                f"--teaching.over {distill.over}")  # fmt: skip
-
-    def _steps(self, per_epoch: int, miner: Miner | None) -> int:
-        """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
-        steps = round(self.finetune.epochs * per_epoch)
-        if self.finetune.epochs:  # half an epoch of one batch would round to none
-            steps = max(steps, 1)
-        steps = min(steps, self.finetune.max_steps or steps)
-        if miner is not None:
-            every_epochs = self.finetune.mine.every_epochs
-            require(miner.every_steps < steps, "finetune.mine.every_epochs", every_epochs,
-                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
-        return steps
+            require(not ranker.has_vectors or config.negatives_from not in unused_by,
+                    "finetune.distill.loss", distill.loss, "'none', with finetune.negatives_from "
+                    f"{config.negatives_from!r} and finetune.distill.over {distill.over!r}")  # fmt: skip
+            require(ranker.has_vectors or distill.over == "candidates", "finetune.distill.over",
+                    distill.over, f"candidates with {architecture}")  # fmt: skip
+            require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
+                    distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
+                    f"--teaching.over {distill.over}")  # fmt: skip
+        if not ranker.has_vectors:
+            require(config.negatives_from in ("batch", "given"), "finetune.negatives_from",
+                    config.negatives_from, f"'batch' or 'given' with {architecture}, which takes "
+                    "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
+            require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
+                    f"0 with {architecture}")  # fmt: skip
+            require(not config.share_negatives, "finetune.share_negatives", True,
+                    f"false with {architecture}, which would score every pair")  # fmt: skip
+        from_corpus = config.negatives_from in ("given", "both")
+        require(not from_corpus or has_values(self.corpus, "candidates"), "finetune.negatives_from",
+                config.negatives_from,
+                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip

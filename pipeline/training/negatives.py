@@ -43,11 +43,7 @@ from torch import Tensor
 
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
-from pipeline.training.data import (
-    Epoch,
-    Rows,
-    answer_keys,
-)
+from pipeline.training.data import Epoch, ExampleRow, Rows, answer_keys
 from pipeline.training.loop import gather_items
 from pipeline.training.losses import gather
 from pipeline.training.settings import Mining, NegativeLimits
@@ -67,13 +63,8 @@ def highest_allowed(limits: NegativeLimits, right_score: float) -> float:
     return min(right_score - limits.margin, share_limit)
 
 
-class _Pool(NamedTuple):
-    """The responses that a round searches."""
-
-    texts: list[str]
-    """Each once."""
-    right_places: dict[Hashable, set[int]]
-    """The places that are right for a row with this response, or with this key of `answer_keys`."""
+_RightPlaces = dict[Hashable, set[int]]
+"""The places in the pool that are right for a row with this response, or with this key of `answer_keys`."""
 
 
 class _Round(NamedTuple):
@@ -114,7 +105,7 @@ class Miner:
         self._round = _NO_ROUND
 
     def negatives_of(self, place: int) -> list[str]:
-        """The hard negatives of the row at this `batches.PLACE`, nearest first; none before the first
+        """The hard negatives of the row at this `data.PLACE`, nearest first; none before the first
         round."""
         latest = self._round
         if not latest.number:
@@ -143,16 +134,19 @@ class Miner:
         """
         self._ranker.eval()
         number = self._round.number + 1
-        pool = self._draw(number)
-        count = len(pool.texts)
-        vectors_PD = self._gather(self._embed(pool.texts[slice(*self._share(count))]), count)
+        pool, right_places = self._draw(number)
+        count, vectors_PD = len(pool), torch.empty(0, self._ranker.dual.dimensions)
+        if share := pool[slice(*self._share(count))]:
+            vectors_PD = inference.candidate_vectors(self._ranker, share)
+        vectors_PD = self._gather(vectors_PD, count).to(self._ranker.device)
         places_NK = _mapped_array(self._count, min(self._config.top_k, count))
-        self._search(places_NK, pool, vectors_PD.to(self._ranker.device))
+        self._search(places_NK, right_places, vectors_PD)
         self._exchange(places_NK)
-        self._round = _Round(number, pool.texts, places_NK)
+        self._round = _Round(number, pool, places_NK)
 
-    def _draw(self, number: int) -> _Pool:
-        """The pool of a round: different responses of rows drawn at random, in the split's order."""
+    def _draw(self, number: int) -> tuple[list[str], _RightPlaces]:
+        """The pool of a round, different responses of rows drawn at random, in the split's order; and the
+        places in it that are right."""
         rng = np.random.default_rng([self._seed, number])
         count = min(self._config.responses, self._count)
         drawn = np.sort(rng.choice(self._count, count, replace=False))
@@ -167,15 +161,12 @@ class Miner:
                     for row in table.to_pylist()
                 ]
         keys_of_rows = gather_items(keys_of_rows)
-        places = {
-            text: place
-            for place, text in enumerate(dict.fromkeys(text for text, _ in keys_of_rows))
-        }
-        right_places = defaultdict[Hashable, set[int]](set)
+        places, right_places = dict[str, int](), defaultdict[Hashable, set[int]](set)
         for text, keys in keys_of_rows:
+            place = places.setdefault(text, len(places))
             for key in (text, *keys):
-                right_places[key].add(places[text])
-        return _Pool(list(places), dict(right_places))
+                right_places[key].add(place)
+        return list(places), dict(right_places)
 
     def _share(self, count: int, rank: int | None = None) -> tuple[int, int]:
         """The part of `count` rows that a rank works on, by default this rank: (start, stop)."""
@@ -190,19 +181,16 @@ class Miner:
         device = self._ranker.device if dist.is_initialized() else "cpu"
         return gather(padded.to(device)).cpu()[:count]
 
-    def _embed(self, texts: list[str]) -> Tensor:
-        if not texts:
-            return torch.empty(0, self._ranker.dual.dimensions)
-        return inference.candidate_vectors(self._ranker, texts)
-
-    def _search(self, places_NK: NDArray[np.int32], pool: _Pool, vectors_PD: Tensor) -> None:
+    def _search(
+        self, places_NK: NDArray[np.int32], right_places: _RightPlaces, vectors_PD: Tensor
+    ) -> None:
         """Fills in this rank's share of the rows."""
         for start, stop in _row_groups(self._rows, *self._share(self._count)):
             table = self._rows.read(start, stop)
             for row in range(0, len(table), _CONTEXTS_AT_ONCE):
-                nearest_BK = self._nearest(table.slice(row, _CONTEXTS_AT_ONCE), pool, vectors_PD)
+                rows = table.slice(row, _CONTEXTS_AT_ONCE).to_pylist()
                 row += start
-                places_NK[row : row + len(nearest_BK)] = nearest_BK.numpy()
+                places_NK[row : row + len(rows)] = self._nearest(rows, right_places, vectors_PD)
 
     def _exchange(self, places_NK: NDArray[np.int32]) -> None:
         """Fills in the other ranks' shares."""
@@ -217,15 +205,14 @@ class Miner:
             for number, part_BK in enumerate(parts):
                 part_BK[:] = gathered[number * rows :][: len(part_BK)]
 
-    def _nearest(self, table: pa.Table, pool: _Pool, vectors_PD: Tensor) -> Tensor:
-        """Places in the pool, [B, K] int32, nearest first, -1 where there are no more."""
+    def _nearest(
+        self, rows: list[ExampleRow], right_places: _RightPlaces, vectors_PD: Tensor
+    ) -> NDArray[np.int32]:
+        """Places in the pool, [B, K], nearest first, -1 where there are no more."""
         dual, device = self._ranker.dual, self._ranker.device
-        rows = table.to_pylist()
-        responses = [row["response"] for row in rows]
-        vectors_BMD, mask_BM = inference.context_vectors(
-            self._ranker, [row["context"] for row in rows]
-        )
-        vectors_BMD, mask_BM = vectors_BMD.to(device), mask_BM.to(device)
+        contexts, responses = ([row[name] for row in rows] for name in ("context", "response"))
+        vectors = inference.context_vectors(self._ranker, contexts)
+        vectors_BMD, mask_BM = (part.to(device) for part in vectors)
         responses_BD = inference.candidate_vectors(self._ranker, responses).to(device)
         response_B = dual.scores(vectors_BMD, mask_BM, responses_BD[:, None])[:, 0]
         columns = max(1, _LOGITS_AT_ONCE // (vectors_BMD.shape[0] * vectors_BMD.shape[1]))
@@ -236,9 +223,12 @@ class Miner:
         for row, scores_P, right_score in zip(rows, scores_BP, response_B.tolist(), strict=True):
             scores_P[scores_P > highest_allowed(self._config, right_score)] = -torch.inf
             for key in (row["response"], *answer_keys(row, self._same_group_negatives)):
-                scores_P[list(pool.right_places.get(key, ()))] = -torch.inf
-        best = scores_BP.topk(min(self._config.top_k, len(pool.texts)), dim=1)
-        return best.indices.masked_fill(best.values == -torch.inf, -1).int()
+                scores_P[list(right_places.get(key, ()))] = -torch.inf
+        best = scores_BP.topk(min(self._config.top_k, len(vectors_PD)), dim=1)
+        places_BK: NDArray[np.int32] = (
+            best.indices.masked_fill(best.values == -torch.inf, -1).int().numpy()
+        )
+        return places_BK
 
 
 def _row_groups(order: Epoch, start: int, stop: int) -> Iterator[tuple[int, int]]:
