@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pipeline.models import cpu
 from pipeline.models.network import TextEncoder
@@ -66,6 +67,32 @@ def candidate_vectors(
 ) -> Tensor:
     """[N, D] for N candidate texts, in their order."""
     return row_vectors(ranker, ranker.candidate_rows(texts), batch_tokens)
+
+
+def toward_contexts(
+    ranker: Ranker,
+    vectors_ND: Tensor,
+    known_contexts: Sequence[Sequence[Sequence[str]]],
+    batch_tokens: int = BATCH_TOKENS,
+) -> Tensor:
+    """[N, D]: candidates' vectors turned half-way to the contexts that they are known to answer.
+
+    With u(x) = x / |x|, the vector v of a candidate and q of each of its contexts: |v| u(u(v) + u(Σ u(q))),
+    and v where there are none. Σ u(q) has the direction of the centroid in Rocchio's classifier (1971).
+    Contexts have one vector each. Contexts alone, without v, are as good where an answer has 4 or 8 of them
+    (R@1 of new questions, all-MiniLM without training: banking77 0.79 beside 0.75, CLINC150 0.87 beside
+    0.88), and worse where it has one (0.56 beside 0.69, 0.67 beside 0.80).
+    """
+    contexts = [context for contexts in known_contexts for context in contexts]
+    if not contexts:
+        return vectors_ND
+    contexts_KD = context_vectors(ranker, contexts, batch_tokens)[0][:, 0]
+    rows_K = torch.tensor([row for row, contexts in enumerate(known_contexts) for _ in contexts])
+    centroids_ND = torch.zeros_like(vectors_ND).index_add_(0, rows_K, normalize(contexts_KD))
+    directions_ND = normalize(normalize(vectors_ND) + normalize(centroids_ND))
+    turned_ND = directions_ND * vectors_ND.norm(dim=1, keepdim=True)
+    is_known_N1 = torch.tensor([[bool(contexts)] for contexts in known_contexts])
+    return torch.where(is_known_N1, turned_ND, vectors_ND)
 
 
 def in_windows(
