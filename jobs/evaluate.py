@@ -196,6 +196,7 @@ def run(config: Config) -> program.Summary:
     }
     notes = [
         *_notes(question_set, measure.protocol, config, corpus),
+        *_known_note(known, question_set),
         f"models compute in {precision}",
         *_truncations(asked_artifacts, question_set),
     ]
@@ -340,6 +341,14 @@ def _notes(
             f"{protocol.candidates:,} candidates each, not {full_count:,}: {config.split}/ has no more"
         )
     return notes
+
+
+def _known_note(known: KnownContexts, question_set: Questions) -> list[str]:
+    count = sum(text in known for text in question_set.texts)
+    texts = f"{count:,} of {len(question_set.texts):,} candidates"
+    return (
+        [f"{texts} have the contexts of train/ that they answer in their vectors"] if known else []
+    )
 
 
 def _plot(results: Sequence[ScorerResult], config: Config) -> Files:
