@@ -82,7 +82,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
             "--candidates", f"[{','.join(map(str, files))}]", *first,
         )  # fmt: skip
 
-    read, tasks_read = candidates._stage_piece, list[str]()
+    read, tasks_read = candidates._stage_pieces, list[str]()
 
     def killed(draft, task, *arguments, **settings):
         if tasks_read:
@@ -91,7 +91,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
         return read(draft, task, *arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "_stage_piece", killed)
+        patch.setattr(candidates, "_stage_pieces", killed)
         interrupted(run(files))
     rows = contents(run(reversed(files)).summary["output"])
     assert set(rows) == set(map(str, files))
