@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -64,20 +64,6 @@ class Cursor(NamedTuple):
     batch: int = 0
     world: int = 0
     """Number of ranks that shared the epoch; 0: as many as there are now."""
-
-
-class Collator(Protocol):
-    """Makes batches of rows for a task."""
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """Columns of the corpus that `prepare` needs."""
-
-    def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[Any]:
-        """The items of batches: one per row of a window; the rows come in random order."""
-
-    def collate(self, items: list[Any], generator: torch.Generator) -> Any:
-        """Items to one padded batch; all chance comes from `generator`."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +189,7 @@ class Batches:
     """Iterates over (batch, cursor of the batch after it) for ever."""
 
     rows: Rows
-    collator: Collator
+    collator: DualCollator
     batch_examples: int
     """Rows in a step of all ranks. Each rank takes an equal share; what is left over is not read."""
     window_rows: int = 16_384
@@ -482,10 +468,6 @@ class _Item(NamedTuple):
     teacher_response: bytes
 
 
-def _teacher_scores(items: Sequence[_Item]) -> Tensor:
-    return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
-
-
 def teacher_vectors(
     name: str, stored: Sequence[bytes], dtype: type[np.float32 | np.float16] = np.float32
 ) -> Tensor:
@@ -497,22 +479,6 @@ def teacher_vectors(
                        "length, of one run of jobs.score_candidates over all of train")  # fmt: skip
     values = np.frombuffer(b"".join(stored), "<f2").astype(dtype)
     return torch.from_numpy(values).view(len(stored), -1)
-
-
-def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[int]]]:
-    """Tokens of each item's candidates."""
-    tokens = iter(
-        ranker.candidate_rows([candidate.text for item in items for candidate in item.candidates])
-    )
-    return [[next(tokens) for _ in item.candidates] for item in items]
-
-
-def _keys(candidates: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """[B, C] int64 for the tokens of each item's candidates: equal where the tokens are.
-
-    They are hashes of integers, which are the same in every process.
-    """
-    return torch.tensor([[hash(tuple(ids)) for ids in rows] for rows in candidates])
 
 
 class DualCollator:
@@ -542,6 +508,7 @@ class DualCollator:
         )
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
+        """The items of batches, one per row of a window; the rows come in random order."""
         if self._mined is not None:
             rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
         responses = [row["response"] for row in rows]
@@ -558,9 +525,9 @@ class DualCollator:
         ]
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch | PairBatch:
+        """Items to one padded batch; all chance comes from `generator`."""
         tokenizer = self._ranker.tokenizer
-        candidates = _candidate_rows(self._ranker, items)
-        keys = _keys(candidates)
+        candidates, keys, teacher_BC = self._tokenize(items)
         negatives = [ids for _, *rows in candidates for ids in rows]
         empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
         return DualBatch(
@@ -569,10 +536,21 @@ class DualCollator:
             torch.cat([keys[:, :1], torch.tensor([item.keys for item in items])], dim=1),
             tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
-            _teacher_scores(items),
+            teacher_BC,
             teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
             teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
         )
+
+    def _tokenize(self, items: list[_Item]) -> tuple[list[list[list[int]]], Tensor, Tensor]:
+        """(tokens of each item's candidates; [B, C] int64, equal where the tokens are; the teacher's scores
+        [B, C])"""
+        candidates = [candidate for item in items for candidate in item.candidates]
+        tokens = iter(self._ranker.candidate_rows([text for text, _ in candidates]))
+        rows = [[next(tokens) for _ in item.candidates] for item in items]
+        # Hashes of integers are the same in every process.
+        keys_BC = torch.tensor([[hash(tuple(ids)) for ids in row] for row in rows])
+        teacher_BC = torch.tensor([[score for _, score in item.candidates] for item in items])
+        return rows, keys_BC, teacher_BC
 
 
 class PairCollator(DualCollator):
@@ -580,9 +558,9 @@ class PairCollator(DualCollator):
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
         contexts = self._ranker.context_rows([item.context for item in items])
-        candidates = _candidate_rows(self._ranker, items)
+        candidates, key_BC, teacher_BC = self._tokenize(items)
         pairs = self._ranker.pairs(
             [context for context, rows in zip(contexts, candidates, strict=True) for _ in rows],
             [ids for rows in candidates for ids in rows],
         )
-        return PairBatch(pairs, _keys(candidates), _teacher_scores(items))
+        return PairBatch(pairs, key_BC, teacher_BC)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.models.shape import TrainLayers
@@ -32,6 +32,13 @@ _MICRO_BATCH_TOKENS = 16_384
 _RANDOM_PAIRS: tuple[Objective, ...] = ("joint", "alternate")
 _PREDICT_TOKENS: tuple[Objective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
 _READ_WITH_MASKS = read_when({"pretrain.objective": _PREDICT_TOKENS})
+
+
+def _require_at_least(lowest: int, config: Any, section: str, *names: str) -> None:
+    """Raises BadInput for the first of these settings that is below `lowest`."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= lowest, f"{section}.{name}", value, f">= {lowest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +127,14 @@ class LoopConfig:
         for name in ("initial_rate_share", "final_rate_share"):
             value = getattr(self, name)
             require(0 <= value < 1, f"loop.{name}", value, "0 to below 1")
-        require(self.weight_decay >= 0, "loop.weight_decay", self.weight_decay, ">= 0")
         for beta in self.betas:
             require(0 <= beta < 1, "loop.betas", beta, "0 to below 1")
-        for name in ("validate_every_epochs", "validate_every_steps", "stop_after_validations",
-                     "checkpoint_every_minutes", "seed"):  # fmt: skip
-            require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
+        _require_at_least(0, self, "loop", "weight_decay", "validate_every_epochs", "validate_every_steps",
+                          "stop_after_validations", "checkpoint_every_minutes", "seed")  # fmt: skip
         if not self.validate_every_epochs and not self.validate_every_steps:
             self.check_unvalidated("where loop.validate_every_epochs is 0")
-        for name in ("checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
-                     "keep_checkpoints"):  # fmt: skip
-            require(getattr(self, name) >= 1, f"loop.{name}", getattr(self, name), ">= 1")
+        _require_at_least(1, self, "loop", "checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
+                          "keep_checkpoints")  # fmt: skip
 
     def check_unvalidated(self, reason: str) -> None:
         """Raises BadInput for settings that need validations; `reason`: why there are none."""
@@ -163,11 +167,10 @@ class Workers:
     checkpoint. The same command, started again, counts from 0."""
 
     def __post_init__(self) -> None:
-        require(self.workers >= 1, "resources.workers", self.workers, ">= 1")
+        _require_at_least(1, self, "resources", "workers")
         require(0 <= self.min_workers <= self.workers, "resources.min_workers", self.min_workers,
                 f"0 to resources.workers {self.workers}")  # fmt: skip
-        for name in ("cpus_per_worker", "max_restarts"):
-            require(getattr(self, name) >= 0, f"resources.{name}", getattr(self, name), ">= 0")
+        _require_at_least(0, self, "resources", "cpus_per_worker", "max_restarts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +184,7 @@ class NegativeLimits:
 
     def check_limits(self, prefix: str) -> None:
         """Raises BadInput for limits out of range."""
-        require(self.margin >= 0, f"{prefix}.margin", self.margin, ">= 0")
+        _require_at_least(0, self, prefix, "margin")
         require(0 < self.max_share <= 1, f"{prefix}.max_share", self.max_share, "above 0, up to 1")
 
 
@@ -201,8 +204,8 @@ class Mining(NegativeLimits):
     def __post_init__(self) -> None:
         name = "finetune.mine"
         require(self.every_epochs > 0, f"{name}.every_epochs", self.every_epochs, "above 0")
-        require(self.responses >= 2, f"{name}.responses", self.responses, ">= 2")
-        require(self.top_k >= 1, f"{name}.top_k", self.top_k, ">= 1")
+        _require_at_least(2, self, name, "responses")
+        _require_at_least(1, self, name, "top_k")
         self.check_limits(name)
 
 
@@ -290,26 +293,23 @@ class FinetuneConfig:
     context is ranked against, its own among them."""
 
     def __post_init__(self) -> None:
-        require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
-        require(self.negatives >= 1, "finetune.negatives", self.negatives, ">= 1")
+        _require_at_least(
+            2, self, "finetune", "batch_examples", "valid_examples", "valid_candidates"
+        )
+        _require_at_least(1, self, "finetune", "negatives", "folds")
+        _require_at_least(0, self, "finetune", "epochs", "max_steps", "keep_layers")
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip
         require(0 <= self.label_smoothing < 1, "finetune.label_smoothing", self.label_smoothing,
                 "0 to below 1")  # fmt: skip
-        require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
         require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
                 f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
-        require(self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0")
-        for name in ("max_steps", "keep_layers"):
-            require(getattr(self, name) >= 0, f"finetune.{name}", getattr(self, name), ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
                 "0 to below 1, or null")  # fmt: skip
         require(0 <= self.chunk_examples < self.batch_examples, "finetune.chunk_examples",
                 self.chunk_examples,
                 f"0, or below finetune.batch_examples, {self.batch_examples}")  # fmt: skip
-        for name in ("valid_examples", "valid_candidates"):
-            require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,8 +338,7 @@ class TeachingConfig(NegativeLimits):
     """Seed of the draw of candidates."""
 
     def __post_init__(self) -> None:
-        for name in ("random_candidates", "batch_tokens", "seed"):
-            require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
+        _require_at_least(0, self, "teaching", "random_candidates", "batch_tokens", "seed")
         require(self.over == "candidates" or self.random_candidates == 0, "teaching.random_candidates",
                 self.random_candidates, "0 with teaching.over 'batch', which needs none")  # fmt: skip
         require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
@@ -402,18 +401,12 @@ class PretrainConfig:
     """Examples of the held-out split that validation uses at most."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "window_rows", "valid_examples"):
-            require(getattr(self, name) >= 1, f"pretrain.{name}", getattr(self, name), ">= 1")
-        for name in ("max_context_tokens", "max_response_tokens"):
-            require(getattr(self, name) >= 3, f"pretrain.{name}", getattr(self, name), ">= 3")
+        _require_at_least(3, self, "pretrain", "max_context_tokens", "max_response_tokens")
+        _require_at_least(1, self, "pretrain", "steps", "window_rows", "valid_examples")
+        _require_at_least(0, self, "pretrain", "rare_token_alpha", "micro_batch_tokens")
         for name in ("masked_share", "random_share"):
             value = getattr(self, name)
             require(0 < value < 1, f"pretrain.{name}", value, "between 0 and 1")
-        require(
-            self.rare_token_alpha >= 0, "pretrain.rare_token_alpha", self.rare_token_alpha, ">= 0"
-        )
-        require(self.micro_batch_tokens >= 0, "pretrain.micro_batch_tokens",
-                self.micro_batch_tokens, ">= 0")  # fmt: skip
         require(self.batch_tokens >= self.longest_pair, "pretrain.batch_tokens", self.batch_tokens,
                 f">= {self.longest_pair}, the longest pair")  # fmt: skip
         require(self.lane_tokens >= self.longest_pair, "pretrain.micro_batch_tokens",
@@ -492,8 +485,7 @@ class TokenizeConfig:
     has no valid split."""
 
     def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "max_response_tokens"):
-            require(getattr(self, name) >= 1, f"tokenize.{name}", getattr(self, name), ">= 1")
+        _require_at_least(1, self, "tokenize", "max_context_tokens", "max_response_tokens")
         require(0 <= self.valid_share < 1, "tokenize.valid_share", self.valid_share,
                 "at least 0 and less than 1")  # fmt: skip
 
@@ -516,8 +508,7 @@ class TokenizerConfig:
     --teaching.over batch`), for ranker.start taught_words."""
 
     def __post_init__(self) -> None:
-        require(self.vocabulary >= 100, "tokenizer.vocabulary", self.vocabulary, ">= 100")
-        require(self.min_frequency >= 1, "tokenizer.min_frequency", self.min_frequency, ">= 1")
+        _require_at_least(100, self, "tokenizer", "vocabulary")
+        _require_at_least(1, self, "tokenizer", "min_frequency", "max_examples")
         require(not self.vectors or self.kind == "subwords", "tokenizer.vectors", True,
                 f"false with tokenizer.kind {self.kind!r}")  # fmt: skip
-        require(self.max_examples >= 1, "tokenizer.max_examples", self.max_examples, ">= 1")

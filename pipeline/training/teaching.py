@@ -77,25 +77,26 @@ def score(
     }  # fmt: skip
 
     def make() -> Work[TaskRecord]:
-        device = best_device()
-        rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+        rankers = _load(teachers)
 
         def work(draft: Draft, name: str, shard: dict[str, Any]) -> TaskRecord:
-            return _score_shard(
-                draft, shard, [rankers[number] for number in shard["teachers"]], config
-            )
+            return _score_shard(draft, shard, [rankers[n] for n in shard["teachers"]], config)
 
         return work
 
     return run_tasks_on_actors(draft, tasks, make, "score candidates", TaskRecord, actors)
 
 
+def _load(teachers: Sequence[Artifact]) -> list[Ranker]:
+    device = best_device()
+    return [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+
+
 def estimate(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> cost.Estimate:
     """Estimates the cost: scores a few rows of the first shard in this process to measure a rate."""
-    device = best_device()
-    rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+    rankers = _load(teachers)
     files = corpus.files("train/", ".parquet")
     with storage.open_input(files[0]) as stream:
         rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()
