@@ -157,7 +157,12 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         # Tied weights come under two names, and safetensors stores no memory twice.
-        same_names = (name for name, tensor in tensors.items() if _shares_memory(value, tensor))
+        memory = (value.data_ptr(), value.shape, value.dtype)
+        same_names = (
+            name
+            for name, tensor in tensors.items()
+            if value.numel() and (tensor.data_ptr(), tensor.shape, tensor.dtype) == memory
+        )
         name = next(same_names, str(len(tensors)))
         tensors[name] = value
         return {"tensor": name}
@@ -166,14 +171,6 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_to_json(item, tensors) for item in value]
     return value
-
-
-def _shares_memory(first: Tensor, second: Tensor) -> bool:
-    return (
-        first.numel() > 0
-        and first.data_ptr() == second.data_ptr()
-        and (first.shape, first.dtype) == (second.shape, second.dtype)
-    )
 
 
 def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -441,19 +441,18 @@ def _choose_candidates(
     texts = row.get("candidates") or ()
     scores = row.get(TEACHER) or [math.nan] * len(texts)
     candidates = [_Candidate(*candidate) for candidate in zip(texts, scores, strict=True)]
-    response = next(
-        (candidate for candidate in candidates if candidate.text == row["response"]), None
-    )
+    own = _Candidate(row["response"], math.nan)
+    right = next((candidate for candidate in candidates if candidate.text == own.text), own)
     candidates = [candidate for candidate in candidates if candidate.text not in right_texts]
     order = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     negatives = [candidates[place] for place in order]
     if len(negatives) < count and all(text in right_texts for text in responses):
-        negatives += [_Candidate(row["response"], math.nan)] * (count - len(negatives))
+        negatives += [own] * (count - len(negatives))
     while len(negatives) < count:
         text = responses[int(torch.randint(len(responses), (1,), generator=generator))]
         if text not in right_texts:
             negatives.append(_Candidate(text, math.nan))
-    return [response or _Candidate(row["response"], math.nan), *negatives]
+    return [right, *negatives]
 
 
 class _Item(NamedTuple):

@@ -56,6 +56,7 @@ def estimate_pretraining(
     predicted = round(share * config.longest_row)
     flops = TrainingFlops.of(model.encoder, model.mlm).step([config.longest_row], predicted)
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, measured, device)
+    corpus_tokens = sum(corpus.train_tokens for corpus in recipe.corpora)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     estimate = Estimate(
         input_files=len(entries),
@@ -70,11 +71,11 @@ def estimate_pretraining(
         "memory_is": memory_is,
         "parameters": parameters,
         "start": start_note,
-        "corpus_tokens": recipe.tokens(),
+        "corpus_tokens": corpus_tokens,
         "batch_tokens": config.batch_tokens,
         "micro_batches_per_step": config.lanes,
         "tokens_to_train": tokens,
-        "epochs": round(tokens / recipe.tokens(), 2),
+        "epochs": round(tokens / corpus_tokens, 2),
         "tokens_per_s_per_worker": round(rate),
         "flops_per_token": flops // config.longest_row,
         "workers": workers.workers,

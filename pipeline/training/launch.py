@@ -276,11 +276,10 @@ def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], Resolved
             delete_local_checkpoint_after_upload=True,
         )
 
-    def send(step: int, metrics: dict[str, float]) -> None:
-        messages.put((step, metrics))
-
     rank, world = context.get_world_rank(), context.get_world_size()
-    return _Rank(spec, rank, world, device, send, keep, _read_ray_checkpoint).train()
+    return _Rank(
+        spec, rank, world, device, lambda *shown: messages.put(shown), keep, _read_ray_checkpoint
+    ).train()
 
 
 def _read_ray_checkpoint() -> Saved | None:

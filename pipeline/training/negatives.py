@@ -190,7 +190,8 @@ class Miner:
             for row in range(0, len(table), _CONTEXTS_AT_ONCE):
                 rows = table.slice(row, _CONTEXTS_AT_ONCE).to_pylist()
                 row += start
-                places_NK[row : row + len(rows)] = self._nearest(rows, right_places, vectors_PD)
+                nearest_BK = self._nearest(rows, right_places, vectors_PD)
+                places_NK[row : row + len(rows)] = nearest_BK.numpy()
 
     def _exchange(self, places_NK: NDArray[np.int32]) -> None:
         """Fills in the other ranks' shares."""
@@ -207,8 +208,8 @@ class Miner:
 
     def _nearest(
         self, rows: list[ExampleRow], right_places: _RightPlaces, vectors_PD: Tensor
-    ) -> NDArray[np.int32]:
-        """Places in the pool, [B, K], nearest first, -1 where there are no more."""
+    ) -> Tensor:
+        """Places in the pool, [B, K] int32, nearest first, -1 where there are no more."""
         dual, device = self._ranker.dual, self._ranker.device
         contexts, responses = ([row[name] for row in rows] for name in ("context", "response"))
         vectors = inference.context_vectors(self._ranker, contexts)
@@ -225,10 +226,7 @@ class Miner:
             for key in (row["response"], *answer_keys(row, self._same_group_negatives)):
                 scores_P[list(right_places.get(key, ()))] = -torch.inf
         best = scores_BP.topk(min(self._config.top_k, len(vectors_PD)), dim=1)
-        places_BK: NDArray[np.int32] = (
-            best.indices.masked_fill(best.values == -torch.inf, -1).int().numpy()
-        )
-        return places_BK
+        return best.indices.masked_fill(best.values == -torch.inf, -1).int()
 
 
 def _row_groups(order: Epoch, start: int, stop: int) -> Iterator[tuple[int, int]]:

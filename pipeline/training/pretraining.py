@@ -201,7 +201,3 @@ class Pretraining:
             else None,
             work=work,
         )
-
-    def tokens(self) -> int:
-        """Tokens of the train splits."""
-        return sum(corpus.train_tokens for corpus in self.corpora)

@@ -359,13 +359,12 @@ class _WindowReader:
         first_place, end_place = order.first_row + start, order.first_row + stop
         contexts, responses = _texts_of(order.read(start, stop), self.config)
         rng = np.random.default_rng([self.rows.seed, self.corpus, epoch, window, lane])
-        other_responses, share = None, 0.0
+        pool = None
         if self.config.random_pairs:
-            other_responses = self._read_other_responses(order, first_place, end_place, rng)
-            share = self.config.random_share
+            pool = self._read_other_responses(order, first_place, end_place, rng)
         # The place in the epoch's order, which no number of lanes or workers changes, names an example.
         keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first_place, end_place))
-        pairs = make_pairs(contexts, responses, other_responses, keys_R, share)
+        pairs = make_pairs(contexts, responses, pool, keys_R, self.config.random_share)
         return pairs, cut_pairs(pairs, self.config, rng)
 
     def micro_batches(
@@ -380,11 +379,8 @@ class _WindowReader:
             future = threads.submit(self.read, lane, *after)
             for number in range(batch, len(batches)):
                 is_last = number + 1 == len(batches)
-                yield (
-                    pairs,
-                    batches[number],
-                    [*after, 0] if is_last else [epoch, window, number + 1],
-                )
+                position = [*after, 0] if is_last else [epoch, window, number + 1]
+                yield pairs, batches[number], position
             (epoch, window), batch = after, 0
 
     def _read_other_responses(
@@ -425,9 +421,9 @@ def _sample_valid_pairs(
         if len(drawn_in_group):
             tables.append(order.read(begin, end).take(drawn_in_group - begin))
     contexts, responses = _texts_of(pa.concat_tables(tables), config)
-    share = config.random_share if config.random_pairs else 0.0
+    pool = responses if config.random_pairs else None
     keys_R = example_keys(seed, number, 0, drawn_rows)
-    return make_pairs(contexts, responses, responses, keys_R, share)
+    return make_pairs(contexts, responses, pool, keys_R, config.random_share)
 
 
 # Batches

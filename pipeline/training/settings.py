@@ -16,16 +16,13 @@ TOKENS = "tokens"
 NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]
 """What a teacher scores for each context: its own candidates, or the responses of the global batch."""
-
 TeachingLoss = Literal["none", "kl", "margin_mse", "cosine"]
+Objective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
 
 _DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
     {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
 )
-
-Objective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
-MaskingRule = Literal["bert", "xlm"]
 
 # About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
 _MICRO_BATCH_TOKENS = 16_384
@@ -370,7 +367,7 @@ class PretrainConfig:
     only, and all pairs are true. contrastive: the encoder reads each text alone, and the mean vectors tell a
     context's own response from the others of its micro-batch (TOD-BERT); for bi- and poly-encoders.
     contrastive_mlm: the same with masks, and masked tokens in every batch."""
-    masking: MaskingRule = field(default="bert", metadata=_READ_WITH_MASKS)
+    masking: Literal["bert", "xlm"] = field(default="bert", metadata=_READ_WITH_MASKS)
     """bert: special tokens are never predicted. xlm: separators are predicted like other tokens; only
     padding and the first position never are."""
     masked_share: float = field(default=0.15, metadata=_READ_WITH_MASKS)

@@ -202,10 +202,8 @@ def _parts(rows: list[RowT]) -> Iterator[list[RowT]]:
 
 
 def _add_vectors(rows: list[ExampleRow], ranker: Ranker, batch_tokens: int) -> None:
-    texts = [row["response"] for row in rows]
-    vectors_BMD, _ = inference.context_vectors(
-        ranker, [row["context"] for row in rows], batch_tokens
-    )
+    contexts, texts = ([row[name] for row in rows] for name in ("context", "response"))
+    vectors_BMD, _ = inference.context_vectors(ranker, contexts, batch_tokens)
     contexts_BD = ranker.loss_scale * vectors_BMD[:, 0]
     responses_BD = inference.candidate_vectors(ranker, texts, batch_tokens)
     for name, vectors in ((TEACHER_CONTEXT, contexts_BD), (TEACHER_RESPONSE, responses_BD)):
@@ -233,7 +231,7 @@ def _add_candidates(
     if config.hardest_of:
         dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        pairs = list(zip(rows, negatives_of_rows, strict=True))
+        pairs = zip(rows, negatives_of_rows, strict=True)
         candidates = [[row["response"], *negatives] for row, negatives in pairs]
         scores = own_scores(dual, contexts, candidates, config.batch_tokens)
         for (right_score, *wrong_scores), negatives in zip(scores, negatives_of_rows, strict=True):
@@ -247,8 +245,7 @@ def _add_candidates(
 
 
 def _add_scores(rows: list[ExampleRow], rankers: Sequence[Ranker], batch_tokens: int) -> None:
-    contexts = [row["context"] for row in rows]
-    candidates = [row["candidates"] for row in rows]
+    contexts, candidates = ([row[name] for row in rows] for name in ("context", "candidates"))
     scores_of_rankers = [
         own_scores(ranker, contexts, candidates, batch_tokens, as_in_loss=True)
         for ranker in rankers

@@ -39,9 +39,8 @@ from pipeline.storage import npy
 from pipeline.training.settings import TOKENS, TokenizeConfig
 
 _COUNTS = "token_counts.npy"
-_TASK_COUNTS = (
-    "_token_counts"  # the draft drops folders whose names begin with "_" when it is published
-)
+# The draft drops folders whose names begin with "_" when it is published.
+_TASK_COUNTS = "_token_counts"
 _TOKENIZER = "tokenizer"
 _SPLITS: tuple[Split, ...] = ("train", "valid")
 _COLUMNS = ["context", "response", "group_id"]
