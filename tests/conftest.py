@@ -91,7 +91,7 @@ _COMPUTES = (
 _ALIKE = {
     *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "versions")),
     *(f"pipeline/training/test_{name}.py" for name in (
-        "tokenizer", "batches", "pretraining_batches", "utterance_pairs", "token_masking", "checkpoints")),
+        "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
 }  # fmt: skip
 
 
