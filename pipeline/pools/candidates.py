@@ -53,6 +53,10 @@ Piece = tuple[str, tuple[int, int, int] | None]
 """(a file's URI, which `tables.RowGroups` of it; None: all)"""
 
 
+Turns = tuple[str, ...]
+"""A context, the oldest turn first."""
+
+
 class CandidateRow(NamedTuple):
     """A row that can be a candidate."""
 
@@ -61,7 +65,7 @@ class CandidateRow(NamedTuple):
     text: str
     values: list[str | None]
     """Values of the columns that are kept to filter by."""
-    contexts: list[str]
+    contexts: list[Turns]
     """Known contexts."""
 
 
@@ -243,12 +247,19 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
         for text, row in zip(texts.to_pylist(), rows, strict=True)
     ]
     if KNOWN_CONTEXTS in schema.names:
-        all_contexts = pa.array((c for row in rows for c in row.contexts), pa.string())
-        contexts = iter(privacy.redacted_and_counted(all_contexts)[0].to_pylist())
-        known = (list(itertools.islice(contexts, len(row.contexts))) for row in rows)
+        all_turns = pa.array(
+            (turn for row in rows for turns in row.contexts for turn in turns), pa.string()
+        )
+        redacted_turns = iter(privacy.redacted_and_counted(all_turns)[0].to_pylist())
         values = [
-            [*row.values, json.dumps(of_row, ensure_ascii=False)]
-            for row, of_row in zip(rows, known, strict=True)
+            [
+                *row.values,
+                json.dumps(
+                    [list(itertools.islice(redacted_turns, len(turns))) for turns in row.contexts],
+                    ensure_ascii=False,
+                ),
+            ]
+            for row in rows
         ]
     hashes = [content_hash(text, row) for text, row in zip(texts.to_pylist(), values, strict=True)]
     columns = [ids, texts, hashes, *zip(*values, strict=True)]
@@ -293,23 +304,28 @@ def _rows(
     for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
         sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
         try:
+            context = _turns(row, context_column) if context_column else ()
             cells = {
-                option: _cell(row, option, column) for option, column in columns_by_option.items()
+                option: _cell(row, option, column)
+                for option, column in columns_by_option.items()
+                if option != _CONTEXT
             }
         except ValueError as reason:
             report.malformed.add(str(reason), uri, line, sample)
             continue
-        text, context = cells.pop(_TEXT) or "", cells.pop(_CONTEXT, None) or ""
-        name = cells.pop(_ID, None) or ""
-        longest = max(text, context, key=len)
+        text, name = cells.pop(_TEXT) or "", cells.pop(_ID, None) or ""
         if not text.strip():
             report.dropped.add("text is empty", uri, line, sample)
-        elif len(longest) * 4 > max_text_bytes and len(longest.encode()) > max_text_bytes:
-            kind = "text" if longest is text else "context"
-            report.dropped.add(f"{kind} is too long", uri, line, sample)
+        elif _is_longer(text, max_text_bytes):
+            report.dropped.add("text is too long", uri, line, sample)
+        elif _is_longer("".join(context), max_text_bytes):
+            report.dropped.add("context is too long", uri, line, sample)
         else:
-            contexts = [context] if context.strip() else []
-            yield CandidateRow(name, text, list(cells.values()), contexts)
+            yield CandidateRow(name, text, list(cells.values()), [context] if context else [])
+
+
+def _is_longer(text: str, most_bytes: int) -> bool:
+    return len(text) * 4 > most_bytes and len(text.encode()) > most_bytes
 
 
 def _grouped(rows: Iterator[CandidateRow]) -> Iterator[CandidateRow]:
@@ -327,7 +343,7 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     if column not in row:
         raise ValueError(f"no column {column}")
     value = row[column]
-    is_text_column = option in (_TEXT, _CONTEXT)
+    is_text_column = option == _TEXT
     try:
         if is_text_column and not isinstance(value, str | None):
             raise TypeError(type(value).__name__)
@@ -340,12 +356,25 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     return cell
 
 
+def _turns(row: dict[str, Any], column: str) -> Turns:
+    """A row's context; () for an empty one. Raises ValueError for what it cannot be."""
+    if column not in row:
+        raise ValueError(f"no column {column}")
+    value = row[column]
+    turns = [value] if isinstance(value, str) else value or []
+    if not isinstance(turns, list) or not all(map(raw.is_text, turns)):
+        raise ValueError(
+            f"{_CONTEXT} {column}: {type(value).__name__}; allowed: text, list of texts"
+        )
+    return tuple(turns) if any(turn.strip() for turn in turns) else ()
+
+
 def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:
     part: list[CandidateRow] = []
     size = 0
     for row in rows:
         part.append(row)
-        size += len(row.text) + sum(map(len, row.contexts))
+        size += len(row.text) + sum(len(turn) for turns in row.contexts for turn in turns)
         if len(part) == _PART_ROWS or size >= _PART_BYTES:
             yield part
             part, size = [], 0

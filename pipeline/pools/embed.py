@@ -56,9 +56,9 @@ class EmbedConfig(tables.TableFormat):
     filter_columns: tuple[str, ...] = ()
     """Columns that searches can filter by. A text with other values in them is another candidate."""
     context_column: str = ""
-    """Column with a context that the text answers, such as a FAQ's question. Rows with the same text are
-    one candidate, and its vector lies between its text's and its contexts': new contexts find it by both.
-    For bi and convert; one process reads all files."""
+    """Column with a context that the text answers, such as a FAQ's question: text, or a list of turns.
+    Rows with the same text are one candidate, and its vector lies between its text's and its contexts':
+    new contexts find it by both. For bi and convert; one process reads all files."""
     rows_per_shard: int = 16_384
     """Rows in a shard at most; a small pool has 16 shards. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"

@@ -351,10 +351,10 @@ class Pool:
 
 
 def known_contexts(rows: pa.Table) -> list[list[list[str]]]:
-    """Each row's known contexts, of one turn each; [] where the pool has none."""
+    """Each row's known contexts, as turns; [] where the pool has none."""
     if KNOWN_CONTEXTS not in rows.column_names:
         return []
-    return [[[text] for text in json.loads(texts)] for texts in rows[KNOWN_CONTEXTS].to_pylist()]
+    return [json.loads(contexts) for contexts in rows[KNOWN_CONTEXTS].to_pylist()]
 
 
 def precision_of(artifact: Artifact) -> str:

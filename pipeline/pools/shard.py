@@ -31,7 +31,8 @@ ROWS = pa.schema(
 """The columns of all pools; those kept to filter by stand behind them."""
 
 KNOWN_CONTEXTS = "known_contexts"
-"""The last column of a pool whose candidates have known contexts: a JSON list of them in each row."""
+"""The last column of a pool whose candidates have known contexts: in each row a JSON list of
+contexts, which are lists of turns."""
 
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p

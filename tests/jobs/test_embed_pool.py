@@ -272,7 +272,8 @@ def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_c
 
 def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp_path):
     rows = [("how do I pay ?", "by card"), ("", "at noon"), ("can I pay by card ?", "by card"),
-            ("how do I pay ?", "by card"), ("when is lunch ?", "at noon"), (None, "no context")]  # fmt: skip
+            ("how do I pay ?", "by card"), (["hi !", "when is lunch ?"], "at noon"),
+            (None, "no context")]  # fmt: skip
     files = [tmp_path / "tables" / "a.jsonl", tmp_path / "tables" / "b.jsonl"]
     files[0].parent.mkdir()
     lines = [json.dumps({"q": q, "a": a}) + "\n" for q, a in rows]
@@ -282,8 +283,8 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
         file.write_text("".join(part))
     embedded = embed(tmp_path / "tables", *options, model=tiny_ranker("bi").uri).summary
     pool = Pool.open(embedded["pool"])
-    known = {"by card": ["how do I pay ?", "can I pay by card ?"], "at noon": ["when is lunch ?"],
-             "no context": []}  # fmt: skip
+    known = {"by card": [["how do I pay ?"], ["can I pay by card ?"]],
+             "at noon": [["hi !", "when is lunch ?"]], "no context": []}  # fmt: skip
     assert [pool.row(place).text for place in range(len(pool))] == list(known)
     assert pool.filter_columns == [] and embedded["counts"]["candidates"] == 3
 
@@ -293,10 +294,10 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
     ranker = load_ranker(tiny_ranker("bi").local())
     ranker = inference.prepare(ranker, torch.device("cpu"), "fp32")
     for canary, (text, contexts) in zip(pool.canaries(8), known.items(), strict=True):
-        assert canary[1:3] == (text, [[context] for context in contexts])
+        assert canary[1:3] == (text, contexts)
         vector_D = inference.candidate_vectors(ranker, [text])[0].double().numpy()
         if contexts:
-            of_contexts, _ = inference.context_vectors(ranker, [[c] for c in contexts])
+            of_contexts, _ = inference.context_vectors(ranker, contexts)
             units = [unit(x[0]) for x in of_contexts.double().numpy()]
             both = 2 * unit(vector_D) + len(contexts) * unit(np.mean(units, axis=0))
             vector_D = np.linalg.norm(vector_D) * unit(both)
@@ -315,6 +316,32 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
     assert after.artifact.manifest["embedded"]["rows"] == 1
     assert [after.row(n).id for n in range(3)] == [pool.row(n).id for n in range(3)]
     assert len(after.canaries(1)[0].known_contexts) == 3
+
+
+def test_known_contexts_that_are_none_are_set_aside_and_those_that_are_personal_redacted(
+    embed, tiny_ranker, tmp_path
+):
+    rows = [
+        ({"a": 1}, "one"),
+        ("mail me at me@example.org", "two"),
+        ("x" * 99, "three"),
+        ("?", "four"),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in rows))
+    made = embed(
+        file, "--embed.text-column", "a", "--embed.context-column", "q", "--embed.id-column", "",
+        "--embed.max-text-bytes", 90, "--reading.max-malformed-share", 0.5, "--redact", "true",
+        model=tiny_ranker("bi").uri,
+    ).summary  # fmt: skip
+    assert made["dropped"] == {
+        "embed.context_column q: dict; allowed: text, list of texts": 1, "context is too long": 1,
+    }  # fmt: skip
+    canaries = Pool.open(made["pool"]).canaries(8)
+    assert [canary[1:3] for canary in canaries] == [
+        ("two", [["mail me at <email>"]]),
+        ("four", [["?"]]),
+    ]
 
 
 def test_known_contexts_need_one_vector_for_a_context(embed, texts):
