@@ -88,7 +88,6 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     from pipeline import tracking
     from pipeline.engine.resources import best_device
     from pipeline.training import launch
-    from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning
     from pipeline.training.loop import validation_steps
 
@@ -99,6 +98,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _require_more_steps(config, task.steps, steps_done)
     validation_steps(task, config.loop)
     if config.dry_run:
+        from pipeline.training.estimate import estimate_finetuning
+
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
     # Empty it is no part of the identity, so that rankers of earlier versions are still known.

@@ -80,7 +80,6 @@ def run(config: Config) -> program.Summary:
     from pipeline import tracking
     from pipeline.engine.resources import best_device
     from pipeline.training import launch
-    from pipeline.training.estimate import estimate_pretraining
     from pipeline.training.loop import validation_steps
     from pipeline.training.pretraining import Pretraining
     from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -97,6 +96,8 @@ def run(config: Config) -> program.Summary:
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     if config.dry_run:
+        from pipeline.training.estimate import estimate_pretraining
+
         steps_done = earlier.counts["steps"] if earlier else 0
         estimated = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
         return cost.show("pretrain", *estimated)
