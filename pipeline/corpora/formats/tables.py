@@ -298,7 +298,7 @@ def _csv_rows(
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
+    _require_columns(uri, option_columns, columns, delimiter_hint(columns, form))
     for number, fields in records:
         report.records += 1
         yield number, dict(zip(columns, fields, strict=True))
@@ -380,7 +380,7 @@ def _parquet_rows(
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
-def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
+def delimiter_hint(columns: list[str], form: TableFormat) -> str:
     """For a file with one column, the delimiter that it seems to have; "" for other files."""
     delimiters = [
         delimiter
