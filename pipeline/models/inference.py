@@ -85,8 +85,8 @@ def toward_contexts(
 
     R@1 of new questions, all-MiniLM without training: banking77 0.59, with one context a text 0.67, with
     four 0.75; CLINC150 0.69, 0.79 and 0.87. Where answers have one to eight, the mean of three tables, each
-    with and without training, is 0.676 by the texts alone, 0.740 so, 0.736 by u(a) and 0.727 by a. Of answers
-    with one, u(a) finds fewer than the texts alone.
+    with and without training, is 0.676 by the texts alone, 0.740 so, 0.737 by u(a) and 0.727 by a. With
+    training, answers with one question have 0.743, 0.746, 0.722 and 0.769.
     """
     contexts = [context for contexts in known_contexts for context in contexts]
     if not contexts:
