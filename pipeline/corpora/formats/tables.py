@@ -173,6 +173,11 @@ def cell_text(value: object) -> str | None:
     raise TypeError("broken text" if isinstance(value, str) else type(value).__name__)
 
 
+def is_named_as_table(name: str) -> bool:
+    """Whether a file's name, without .gz and the like, is that of CSV, TSV or JSON."""
+    return name.lower().endswith(tuple(_ENDINGS))
+
+
 def first_columns(uri: str, reading: raw.Reading, form: TableFormat = _PLAIN) -> list[str]:
     """The columns of a file's first row; none: it has no row."""
     rows = read(uri, {}, reading, file_tasks.ParseReport(), lambda name: True, form)
@@ -319,10 +324,18 @@ def _opening(first_line: str) -> str:
 def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
-        _require_columns(
-            uri, option_columns, list(dict.fromkeys(name for _, row in head for name in row))
-        )
+        columns = list(dict.fromkeys(name for _, row in head for name in row))
+        _require_columns(uri, option_columns, columns, _nested_table_hint(head))
     yield from itertools.chain(head, rows)
+
+
+def _nested_table_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """For one object with a list of objects, the list's name and its columns; "" for other files."""
+    for name, value in rows[0][1].items() if len(rows) == 1 else ():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            columns = ", ".join(map(str, value[0]))
+            return f" ('{name}' is a list of objects with {columns}: save this list alone)"
+    return ""
 
 
 def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Rows:
