@@ -258,7 +258,8 @@ def test_options_outside_their_range_are_refused(option, value):
 
 def test_the_job_makes_a_corpus_of_them(run_job_here, tmp_path):
     for number in range(3):
-        read(tmp_path, [f"This is line number {n}." for n in range(40)], f"lines-aa{'xyz'[number]}")
+        part = "xyz"[number]
+        read(tmp_path, [f"This is line {part} {n}." for n in range(40)], f"lines-aa{part}")
     summary = run_job_here(
         "prepare_corpus", "--corpus", "opensubtitles", "--input", *sorted(tmp_path.glob("lines-*")),
         "--output", tmp_path / "out", "--opensubtitles.lines-per-part", "20"
