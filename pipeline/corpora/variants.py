@@ -1,7 +1,7 @@
 """Finds files of an input with the same examples in a split: variants, versions or copies of one data set.
 
-Each task keeps the smallest 1,024 hashes of its file's examples, which are a random sample of them. The hashes
-of two files below the largest one that both samples reach are samples of the same examples.
+Each task keeps the smallest 1,024 hashes of its file's examples, which are a random sample of them. The
+hashes of two files below the largest one that both samples reach are samples of the same examples.
 """
 
 from __future__ import annotations
