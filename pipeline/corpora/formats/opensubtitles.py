@@ -53,7 +53,7 @@ _OTHER_LAYOUT = re.compile(
 _ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"
 _LAYOUT_LINES = 20  # with text, which tell the layout
 # No subtitle is longer, and `_SOUND` takes the square of the time on a line of opening brackets.
-_MAX_CHARACTERS = 10_000
+_MAX_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
