@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 from pipeline.models.sources import open_encoder
-from pipeline.training.pretraining_settings import TOKENS
+from pipeline.training.settings import TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

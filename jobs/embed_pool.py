@@ -100,7 +100,11 @@ def run(config: Config) -> program.Summary:
             _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, open_artifact(job.uri, KIND), True)
     candidates.require_columns(
-        job.made_from.files, config.embed.columns, config.reading, config.embed
+        job.made_from.files,
+        config.embed.columns,
+        config.reading,
+        config.embed,
+        config.embed.context_column,
     )
     if config.gate.canaries:
         gate.read_canaries(config.gate.canaries)

@@ -19,7 +19,13 @@ from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import best_device, precision_of_tasks
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
-from pipeline.evaluation.questions import CandidateSource, Questions, questions, train_responses
+from pipeline.evaluation.questions import (
+    CandidateSource,
+    Questions,
+    questions,
+    train_contexts,
+    train_responses,
+)
 from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
@@ -28,6 +34,8 @@ from pipeline.registry import model_uri
 
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""
+KnownContexts = Mapping[str, Sequence[Sequence[str]]]
+"""By the response."""
 AttachFiles = Callable[[Mapping[str, bytes]], None]
 
 _MAX_CROSS_CANDIDATES = 1000
@@ -77,6 +85,9 @@ class Config:
     none: Literal["ranked", "threshold"] = "ranked"
     """DSTC7's sub-task 4: the score of NONE. ranked: the model scores NONE like any candidate. threshold:
     NONE has the score that gives the highest R@1 on the valid split."""
+    known_contexts: bool = False
+    """Candidates have the vectors that jobs.embed_pool gives them with --embed.context-column, from the
+    contexts of train/. For bi and convert, on valid and test."""
     slow: bool = False
     """Rank with cross-encoders, too, if a question has more than 1,000 candidates."""
     latency_queries: int = 50
@@ -109,6 +120,10 @@ class Config:
         require(
             self.baselines or not self.mapped, "mapped", self.mapped, "none, with --baselines false"
         )
+        require(not self.known_contexts or self.split != "train", "split", self.split,
+                "valid or test with --known-contexts: those of train/ are known")  # fmt: skip
+        require(not self.known_contexts or not self.together, "together", True,
+                "false with --known-contexts")  # fmt: skip
         require(self.none != "threshold" or self.split != "valid", "split", self.split,
                 "test or train with --none threshold, which is chosen on valid")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
@@ -137,6 +152,10 @@ def run(config: Config) -> program.Summary:
     measure = measurement(config, corpus)
     question_set = measure.questions
     models = models_by_name(artifacts)
+    known = train_contexts(corpus) if config.known_contexts else {}
+    for _, settings in models.values():
+        if config.known_contexts:
+            settings.require_one_vector("known_contexts")
     skipped = {} if config.slow else _slow_models(models, question_set.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
@@ -152,14 +171,14 @@ def run(config: Config) -> program.Summary:
 
     baselines = _baselines(corpus, measure, config) if config.baselines else []
     if config.baselines and measure.protocol.source == "corpus":
-        baselines += _untrained_baselines(artifacts, measure, config)
+        baselines += _untrained_baselines(artifacts, measure, config, known)
     if mapped is not None:
         baselines += _mapped_baselines(mapped[0], corpus, measure, config)
     asked_artifacts = {name: model for name, (model, _) in timed_models.items()}
     with nullcontext() if config.resources == HERE else cluster.session():
         precision = _precision(config)
         model_results, attach_to_runs = _ask_models(
-            asked_artifacts, corpus, measure, config, precision, baselines
+            asked_artifacts, corpus, measure, config, precision, baselines, known
         )
     results, comparisons = baselines + model_results, compare_all(model_results, config.seed)
     summary: program.Summary = {
@@ -178,6 +197,7 @@ def run(config: Config) -> program.Summary:
     }
     notes = [
         *_notes(question_set, measure.protocol, config, corpus),
+        *_known_note(known, question_set),
         f"models compute in {precision}",
         *_truncations(asked_artifacts, question_set),
     ]
@@ -218,7 +238,7 @@ def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[S
 
 
 def _untrained_baselines(
-    models: Sequence[Artifact], measure: Measurement, config: Config
+    models: Sequence[Artifact], measure: Measurement, config: Config, known: KnownContexts
 ) -> list[ScorerResult]:
     """The published sentence encoders that models started from: what training has gained or lost."""
     from pipeline.classification import encoder as text_encoder
@@ -243,7 +263,7 @@ def _untrained_baselines(
         ):  # removed, a relative path of another folder, or its pooling is none of ours
             continue
         name = f"untrained {storage.name_of(start['uri'])}"
-        make_scorer = functools.partial(RankerScorer, encoder.ranker)
+        make_scorer = functools.partial(RankerScorer, encoder.ranker, known_contexts=known)
         results[start["fingerprint"]] = measure.of(name, make_scorer)
     return list(results.values())
 
@@ -255,6 +275,7 @@ def _ask_models(
     config: Config,
     precision: Resolved,
     baselines: Sequence[ScorerResult],
+    known: KnownContexts,
 ) -> tuple[list[ScorerResult], list[AttachFiles]]:
     """A row per model, with `--together` one more of their mean. Each model has an MLflow run, which takes
     the baselines' numbers, too, and files later."""
@@ -266,7 +287,7 @@ def _ask_models(
     make_scorer: Callable[[], Scorer]
     for name, model in models.items():
         bar = name if config.resources == HERE else ""
-        make_scorer = functools.partial(load_scorer, model, bar, precision)
+        make_scorer = functools.partial(load_scorer, model, bar, precision, known)
         results.append(measure.of(name, make_scorer, actors=config.resources))
         with tracking.start_evaluation(model, corpus, settings) as run:
             numbers = results[-1].numbers()
@@ -321,6 +342,14 @@ def _notes(
             f"{protocol.candidates:,} candidates each, not {full_count:,}: {config.split}/ has no more"
         )
     return notes
+
+
+def _known_note(known: KnownContexts, question_set: Questions) -> list[str]:
+    count = sum(text in known for text in question_set.texts)
+    texts = f"{count:,} of {len(question_set.texts):,} candidates"
+    return (
+        [f"{texts} have the contexts of train/ that they answer in their vectors"] if known else []
+    )
 
 
 def _plot(results: Sequence[ScorerResult], config: Config) -> Files:

@@ -77,10 +77,10 @@ def run(config: Config) -> program.Summary:
         "work": config.work,
         "port": config.port,
         "model": "ranker" if trains else "untrained",
-        # A trained model has seen the questions of train/; to the others all are new.
-        "split": "valid" if trains else "train",
     }
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
+    # A trained model has seen the questions of train/; to the others all are new.
+    settings += ["asked=" + ("--known-contexts true" if trains else "--split train")]
     settings += [f"{group}_format={_format_options(config, group)}" for group in ("pairs", "embed")]
     training = () if trains else ("ranker", "evaluate")
     commands = workflow.Config(
@@ -117,9 +117,16 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
         f"{'trained' if name == 'ranker' else 'untrained'} {share * asked:.0f}"
         for name, share in right.items()
     ]
+    # Without training the questions of train/ are asked, which the pool will know.
+    by = (
+        ""
+        if len(right) > 1
+        else " by the texts of answers alone; the pool will know their questions, too"
+    )
     return best, (
-        f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}. Users who "
-        f"choose other words get fewer. Serves {'the trained' if best == 'ranker' else 'the untrained'} one."
+        f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}{by}. Users "
+        f"who choose other words get fewer. Serves {'the trained' if best == 'ranker' else 'the untrained'} "
+        "one."
     )
 
 

@@ -19,9 +19,7 @@ from pipeline.models.settings import (
     read_settings,
 )
 from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
-from pipeline.training.continuing import open_with_state, require_same_run, state_uri
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.settings import FinetuneConfig, LoopConfig, Workers
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
@@ -90,7 +88,6 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     from pipeline import tracking
     from pipeline.engine.resources import best_device
     from pipeline.training import launch
-    from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning
     from pipeline.training.loop import validation_steps
 
@@ -101,6 +98,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _require_more_steps(config, task.steps, steps_done)
     validation_steps(task, config.loop)
     if config.dry_run:
+        from pipeline.training.estimate import estimate_finetuning
+
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
     # Empty it is no part of the identity, so that rankers of earlier versions are still known.
@@ -117,9 +116,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     with tracking.start("finetune", out) as tracked, cluster.session(for_tasks=True):
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
-            recipe, task.steps, config.resources, out, tracked, label, watch,
-            start=state_uri(earlier),
-        )  # fmt: skip
+            recipe, task.steps, config.resources, out, tracked, label, watch, earlier
+        )
         metrics = trained.metrics
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
@@ -200,6 +198,8 @@ def _say_what_is_left_out(
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:
     """The ranker whose run goes on. Raises BadInput where it has no training state, or is of another run."""
+    from pipeline.training.checkpoint import open_with_state, require_same_run
+
     earlier = open_with_state(config.continue_from, "ranker", "jobs.finetune")
     require_same_run(
         earlier, config, {"corpus": [corpus.fingerprint], "encoder": [encoder["fingerprint"]]},

@@ -14,9 +14,7 @@ from pipeline.engine.draft import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.options.unread import read_when
-from pipeline.training.continuing import open_with_state, require_same_run, state_uri
-from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
-from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.settings import TOKENS, LoopConfig, PretrainConfig, TokenizeConfig, Workers
 
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")
@@ -81,8 +79,7 @@ def run(config: Config) -> program.Summary:
     from jobs import cluster
     from pipeline import tracking
     from pipeline.engine.resources import best_device
-    from pipeline.training import curves, launch
-    from pipeline.training.estimate import estimate_pretraining
+    from pipeline.training import launch
     from pipeline.training.loop import validation_steps
     from pipeline.training.pretraining import Pretraining
     from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -99,6 +96,8 @@ def run(config: Config) -> program.Summary:
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     if config.dry_run:
+        from pipeline.training.estimate import estimate_pretraining
+
         steps_done = earlier.counts["steps"] if earlier else 0
         estimated = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
         return cost.show("pretrain", *estimated)
@@ -107,15 +106,14 @@ def run(config: Config) -> program.Summary:
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)
     with tracking.start("pretrain", out) as tracked, cluster.session(for_tasks=True):
         trained = launch.fit(
-            recipe, task.steps, config.resources, out, tracked, "pretrain",
-            start=state_uri(earlier),
-        )  # fmt: skip
+            recipe, task.steps, config.resources, out, tracked, "pretrain", earlier=earlier
+        )
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
         state = trained.checkpoint if config.keep_training_state else ""
         files = launch.collect_model(out, state)
         # MLflow has the whole run, also the time before it was resumed.
-        picture = curves.draw(tracked.histories(curves.NAMES), out.uri)
+        picture = launch.draw_curves(tracked.histories(launch.CURVES), out.uri)
         tracked.attach({"curves.png": picture})
         files.append(out.write_file("curves.png", picture))
         encoder = out.publish(
@@ -182,6 +180,8 @@ def _open_tokens(config: Config, number: int, corpus: Artifact) -> Artifact:
 
 def _open_earlier(config: Config) -> Artifact:
     """The encoder whose run goes on. Raises BadInput where it has no training state, or as many steps."""
+    from pipeline.training.checkpoint import open_with_state
+
     artifact = open_with_state(config.continue_from, "encoder", "jobs.pretrain")
     steps_done = artifact.counts["steps"]
     require(config.pretrain.steps > steps_done, "pretrain.steps", config.pretrain.steps,
@@ -190,6 +190,8 @@ def _open_earlier(config: Config) -> Artifact:
 
 
 def _require_same_run(earlier: Artifact, config: Config, corpora: Sequence[Artifact]) -> None:
+    from pipeline.training.checkpoint import require_same_run
+
     shape = () if earlier.manifest["config"]["start"] else ("shape.",)
     require_same_run(
         earlier, config, {"corpus": [corpus.fingerprint for corpus in corpora]},

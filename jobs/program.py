@@ -5,7 +5,8 @@ Ctrl-C. Anything else: failed. After 130 and a failure the same command again re
 
 The last line of standard output sums up the job as JSON. If the job fails, the line has its `exit_code` and
 its `error`. A process that ends without this line has died: its exit code, which may be 2, says nothing
-about the input (`said_by_job`).
+about the input (`said_by_job`). A terminal gets this line in words; of a failure it gets only the line on
+standard error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import atexit
 import json
 import os
 import re
+import select
 import shutil
 import sys
 import tempfile
@@ -34,6 +36,9 @@ OUTPUT: Mapping[str, Any] = MappingProxyType({**NOT_IDENTITY, "output": True})
 """The `metadata` of an option that names what a job writes. It is no part of the job's identity, and
 jobs.submit refuses a folder of this machine."""
 
+_SIGPIPE = 128 + 13
+"""The exit code of a program whose output nobody reads any more."""
+
 command_of_verb = "python -m jobs.{}"
 """The command before a verb's options; `jobs.__main__` changes it."""
 
@@ -46,7 +51,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     def fail(error: BadInput | Stopped, code: int) -> NoReturn:
         text = " ".join(str(error).split())
         print(f"{program}: {text}", file=sys.stderr, flush=True)
-        _print_summary({"job": name, "exit_code": code, "error": text})
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            _print_summary({"job": name, "exit_code": code, "error": text})
         sys.exit(code)
 
     try:
@@ -64,6 +70,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             _print_summary({"job": name, "exit_code": end.code, "error": ""})
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            sys.exit(_SIGPIPE)
         if refusal := cause_of(error, BadInput):
             fail(refusal, 2)
         if stopped := cause_of(error, Stopped):
@@ -81,7 +89,11 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         message = f"runs and curves: mlflow ui --backend-store-uri {store}"
         print(message, file=sys.stderr, flush=True)
-    _print_summary({"job": name, **summary})
+    try:
+        _print_summary({"job": name, **summary})
+    except BrokenPipeError:
+        _reader_has_left()
+        sys.exit(_SIGPIPE)
 
 
 def said_by_job(output: str, name: str, code: int) -> bool:
@@ -113,8 +125,33 @@ def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) ->
     }
 
 
+def in_words(summary: Summary) -> str:
+    """A summary for people: "embed_pool: done in 12.3 s: my/pools/answers/v-1 (87 candidates, 16 shards)"."""
+    if "exit_code" in summary:
+        return f"{summary['job']}: failed (exit code {summary['exit_code']}): {summary['error']}"
+    done = "already done" if summary.get("already_done") else "done"
+    seconds = f" in {summary['seconds']:,} s" if "seconds" in summary and done == "done" else ""
+    output = f": {summary['output']}" if summary.get("output") else ""
+    counted = [
+        f"{n:,} {name}" for name, n in (summary.get("counts") or {}).items() if "." not in name
+    ]
+    counts = f" ({', '.join(counted)})" if counted else ""
+    return f"{summary['job']}: {done}{seconds}{output}{counts}"
+
+
 def _print_summary(summary: Summary) -> None:
-    print(json.dumps(summary, ensure_ascii=False), flush=True)
+    line = in_words(summary) if sys.stdout.isatty() else json.dumps(summary, ensure_ascii=False)
+    print(line, flush=True)
+
+
+def _reader_has_left() -> bool:
+    """Whether who reads this job's output has closed it, as `head` does; what is left to print is lost."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno())
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+    return True
 
 
 def _leave_folder_of_ray() -> None:

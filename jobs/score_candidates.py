@@ -48,7 +48,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
     from pipeline.training import teaching
-    from pipeline.training.examples import has_values
+    from pipeline.training.data import has_values
     from pipeline.training.tokenized_corpus import require_train
 
     require_train(corpus)

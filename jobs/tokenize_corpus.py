@@ -9,7 +9,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY
 from pipeline.engine.draft import draft
 from pipeline.models.sources import open_tokenizer
-from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.settings import TOKENS, TokenizeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

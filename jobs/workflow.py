@@ -17,6 +17,7 @@ import string
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
@@ -234,7 +235,9 @@ def _estimate(step: Step, first: bool) -> dict[str, Any]:
         return {"step": step.name}
     prefix = step.command[: len(step.command) - len(step.options)]
     # Before the options: what follows "--" is another job's.
-    code, last_line = _run_command((*prefix, "--dry-run", "true", *step.options))
+    # The errors of a later step may be those of an input that is not there yet.
+    command = (*prefix, "--dry-run", "true", *step.options)
+    code, last_line = _run_command(command, hides_failure=not first)
     if code and first:
         raise BadInput(f"step {step.name} would fail (exit code {code})")
     if code:
@@ -243,28 +246,50 @@ def _estimate(step: Step, first: bool) -> dict[str, Any]:
     return {"step": step.name, **program.summary_in(last_line)}
 
 
-def _run_command(command: tuple[str, ...]) -> tuple[int, str]:
-    """Runs a command, passes its output on, and returns its exit code and the last line of output."""
+def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple[int, str]:
+    """Runs a command, passes its output on, and returns its exit code and the last line of output.
+
+    `hides_failure`: passes the output on when the command has succeeded.
+    """
     if command[0] == "polyrank":
         command = (*_JOBS, "jobs", *command[1:])
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
     with (
         _forward_sigterm() as children,
-        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment()) as process,
+        subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if hides_failure else None,
+            text=True,
+            env=_environment(),
+        ) as process,
     ):
         assert process.stdout
         children.append(process)
-        last_line = ""
+        lines = deque[str](maxlen=None if hides_failure else 1)
         try:
             for line in process.stdout:
-                print(line, end="", flush=True)
-                last_line = line
+                lines.append(line)
+                if not hides_failure:
+                    _pass_on(line)
         except KeyboardInterrupt:  # the step has it, too: it may have a service to end
             for line in process.stdout:
-                print(line, end="", flush=True)
+                _pass_on(line)
             process.wait()
             raise
-    return process.returncode, last_line
+    if hides_failure and not process.returncode:
+        for line in lines:
+            _pass_on(line)
+    return process.returncode, lines[-1] if lines else ""
+
+
+def _pass_on(line: str) -> None:
+    summary = program.summary_in(line)
+    print(
+        f"{program.in_words(summary)}\n" if summary and sys.stdout.isatty() else line,
+        end="",
+        flush=True,
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -77,6 +77,8 @@ class Ranking:
     """Only with `explain`, and if there are results."""
     second_stage: str | None = None
     """Fingerprint of the model that scored the best rows of the pool again."""
+    context_tokens: int = 0
+    """Tokens of the context that were read; 0: the service does not say."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def ranking_of(answer: Any) -> Ranking:
     return Ranking(
         results, answer["certified"], answer["model"], pool["name"], pool["version"],
         answer["milliseconds"], pool.get("missing_shards", ()), explanation,
-        answer.get("second_stage"),
+        answer.get("second_stage"), answer.get("context_tokens", 0),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline import storage
-from pipeline.arrays import Bools, Floats, Ints
+from pipeline.arrays import Bools, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.engine.resources import best_device
@@ -28,7 +28,7 @@ from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
 from pipeline.pools.lock import lease
-from pipeline.pools.pool import Pool, describe
+from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.ranking.results import Result, results_at
 from pipeline.search import device, top_rows
@@ -48,7 +48,7 @@ _TOKENS_A_THREAD, _TOKENS_A_GPU = 1_024, 65_536
 _SEARCHES = 16  # searches in one pass over a pool
 _ROWS_OF_A_SEARCH = 200  # whose texts are read in the time of a search of a small pool
 _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
-_CANARIES = 8  # rows of a pool that are embedded again to check its vectors
+CANARIES = 8  # rows of a pool that are embedded again to check its vectors
 _NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
 
 
@@ -225,8 +225,8 @@ class Engine:
         """Some texts of a pool, or made-up ones without a pool."""
         for pool in self.pools.values():
             if len(pool):
-                return [pool.row(place).text for place in canary_places(len(pool)).tolist()]
-        return [f"text number {number}" for number in range(_CANARIES)]
+                return [canary.text for canary in pool.canaries(CANARIES)]
+        return [f"text number {number}" for number in range(CANARIES)]
 
     def info(self) -> dict[str, Any]:
         """The description for /info. Of a path it contains the last name."""
@@ -276,12 +276,9 @@ class Engine:
         """
         if not len(pool):
             return
-        places = canary_places(len(pool))
-        rows = [pool.row(place) for place in places.tolist()]
-        vectors_ND = pool.vectors_at(places)
-        canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors_ND, strict=True)]
+        canaries = pool.canaries(CANARIES)
         self._check_vectors(pool.artifact.uri, canaries)
-        contexts = self.ranker.context_rows([[row.text] for row in rows])
+        contexts = self.ranker.context_rows([[canary.text] for canary in canaries])
         queries = [
             PoolQuery(*context_vectors, 10, None)
             for context_vectors in self._encode_contexts(contexts)
@@ -291,12 +288,15 @@ class Engine:
                 problem = f"{pool.artifact.uri}: a search has scores that are no numbers"
                 raise RefusedPool(pool.artifact.uri, problem)
 
-    def _check_vectors(self, uri: str, canaries: Sequence[tuple[str, str, Floats]]) -> None:
-        """`canaries`: (id, text, vector) of rows of a pool. Raises BadInput for another model's vectors."""
+    def _check_vectors(self, uri: str, canaries: Sequence[Canary]) -> None:
+        """`canaries`: of a pool. Raises BadInput for another model's vectors."""
         if not canaries:
             return
-        ids, texts, vectors = zip(*canaries, strict=True)
-        expected_ND = inference.candidate_vectors(self.ranker, list(texts)).numpy()
+        ids, texts, known_contexts, vectors = zip(*canaries, strict=True)
+        text_vectors_ND = inference.candidate_vectors(self.ranker, texts)
+        expected_ND = inference.toward_contexts(
+            self.ranker, text_vectors_ND, known_contexts
+        ).numpy()
         distances_N = np.linalg.norm(expected_ND - np.stack(vectors), axis=1)
         if not (distances_N <= _NEAR * np.linalg.norm(expected_ND, axis=1) + 1e-6).all():
             worst = ids[int(np.argmax(distances_N))]
@@ -307,11 +307,6 @@ class Engine:
 def _release(copies: Sequence[Path]) -> None:
     for folder in copies:
         node_cache.release(folder)
-
-
-def canary_places(rows: int) -> Ints:
-    """The places of some rows of a pool, spread over it."""
-    return np.unique(np.linspace(0, rows - 1, min(rows, _CANARIES)).astype(np.int64))
 
 
 def search_stage(pool: Pool, attention: Attention) -> Stage:

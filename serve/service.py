@@ -76,6 +76,8 @@ class RankAnswer:
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
     """Number of ranked candidates: those in the query, or the pool's rows."""
+    context_tokens: int = 0
+    """Tokens of the context that were read."""
 
     @property
     def second_stage(self) -> str | None:
@@ -223,7 +225,14 @@ class Service:
                 order = [result.index for result in results]
                 ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
                 explained = await self._explain(engine, ranking, deadline)
-        return RankAnswer(results, True, engine, explained=explained, candidates=len(texts))
+        return RankAnswer(
+            results,
+            True,
+            engine,
+            explained=explained,
+            candidates=len(texts),
+            context_tokens=len(texts_to_score.context_row),
+        )
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
@@ -351,6 +360,7 @@ class Service:
             explained,
             pool_results.missing_shards,
             engine.pool_rows[name],
+            len(row),
         )
 
     async def _search_local(

@@ -28,13 +28,13 @@ from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
 from pipeline.models.settings import read_settings
 from pipeline.pools.lock import LeaseFile, lease
-from pipeline.pools.pool import Pool, describe
+from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.pools.shard import PoolPart
 from pipeline.search import device
 from serve.batcher import SENDER, Batch, Batcher, Stage
 from serve.engine import (
+    CANARIES,
     PoolQuery,
-    canary_places,
     search_cost,
     search_device,
     search_share,
@@ -106,8 +106,8 @@ class ShardFacts(NamedTuple):
     description: dict[str, Any]
     """The pool's description; `candidates` are those of the shard."""
     columns: list[str]
-    canaries: list[tuple[str, str, Floats]]
-    """(id, text, vector) of some rows, to check that the model embedded them."""
+    canaries: list[Canary]
+    """Some rows, to check that the model embedded them."""
 
 
 class PoolShard:
@@ -250,11 +250,7 @@ class _OpenShard:
         return search_stage(self.pool, attention)
 
     def facts(self) -> ShardFacts:
-        places = canary_places(len(self.pool))
-        rows = [self.pool.row(place) for place in places.tolist()]
-        vectors = self.pool.vectors_at(places)
-        canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors, strict=True)]
-        return ShardFacts(describe(self.pool), self.columns, canaries)
+        return ShardFacts(describe(self.pool), self.columns, self.pool.canaries(CANARIES))
 
 
 class ShardUnavailable(RuntimeError):

@@ -59,7 +59,7 @@ from pipeline.models.transformer import Encoder
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
-from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 from tests.helpers import Finished, job_command
 
@@ -85,20 +85,22 @@ _COMPUTES = (
     "pipeline/training",
     "pipeline/pools",
     "pipeline/search",
-    "jobs/test_killed_builds.py",
 )
 # Of those, what any processor does alike: rows, texts, files.
 _ALIKE = {
-    *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "versions")),
+    *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "pool", "versions")),
+    *(f"pipeline/models/{name}.py" for name in (
+        "test_flops", "test_foreign_code", "test_settings", "test_sources", "test_tokens",
+        "convert/test_tokenizer", "exchange/test_parlai", "exchange/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
-        "tokenizer", "batches", "pretraining_batches", "utterance_pairs", "token_masking", "checkpoints")),
+        "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
 }  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
     processes, themselves or by a fixture, or that are about whole jobs (`slow`). Marks what `make test-avx2`
-    runs (`processor`): those of what computes, or chooses how."""
+    runs (`processor`): those of what computes, or chooses how; some files mark their own."""
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "jobs"):
             item.add_marker("slow")

@@ -17,7 +17,7 @@ from jobs.benchmarks.measure import BenchmarkRow, Run, in_turn, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
-from pipeline.training.batches import Rows
+from pipeline.training.data import Rows
 
 _COMMENTS = {"small": (300_000, 1_000_000), "full": (3_000_000, 10_000_000)}
 # PolyAI's Dataflow job: 3,680,746,776 comments in 1 h 38 min on 409 workers

@@ -37,7 +37,7 @@ from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import ScorerResult, compare_all
 from pipeline.models.sources import open_encoder
 from pipeline.models.transformer import set_dropout
-from pipeline.training.optimization import warmup_of
+from pipeline.training.loop import warmup_of
 
 Precision = Literal["bf16", "fp32"]
 _STEPS = {"small": 30, "full": 0}

@@ -37,8 +37,8 @@ from pipeline.pools.shard import ROWS, Shard
 from pipeline.pools.vector_format import Layer
 from pipeline.search import device as device_search
 from pipeline.search import device_scores, top_rows
-from pipeline.training.optimization import optimization
-from pipeline.training.pretraining_batches import MicroBatch
+from pipeline.training.loop import optimization
+from pipeline.training.pretraining_data import MicroBatch
 from pipeline.training.settings import LoopConfig
 
 Device = Literal["cuda", "cpu"]

@@ -28,8 +28,7 @@ from pipeline.artifact import open_artifact
 from pipeline.config import digest, parse
 from pipeline.models.precision import resolve_precision
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import TOKENS
-from pipeline.training.settings import TokenizerConfig
+from pipeline.training.settings import TOKENS, TokenizerConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]

@@ -22,10 +22,9 @@ from pipeline.models import cpu
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.tokens import Tokenizer
-from pipeline.training import utterance_pairs
-from pipeline.training.optimization import Optimization, optimization
+from pipeline.training.loop import Optimization, optimization
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_batches import MicroBatch, PretrainingBatches
+from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Rates = list[float]
@@ -70,7 +69,7 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     """A plain loop over batches in memory: no Ray, no reports, no checks."""
     _use_one_thread()
     recipe, steps = arm.recipe, arm.recipe.pretrain.steps
-    walk = PretrainingBatches.of(
+    walk = PretrainingBatches(
         recipe.corpora, recipe.weights, recipe.pretrain, rank, world, recipe.loop.seed
     ).start()
     batches = [next(walk)[0].parts for _ in range(steps)]
@@ -187,7 +186,7 @@ def _rows(
     corpus: TokenizedCorpus, recipe: Pretraining, tokens: int
 ) -> Iterator[dict[str, list[int]]]:
     """Pairs of the corpus as `transformers` takes them, of so many tokens at least if there are."""
-    keep_context, keep_response = utterance_pairs.keep(recipe.pretrain)
+    keep_context, keep_response = recipe.pretrain.kept_tokens
     cls, sep = corpus.vocabulary.cls, corpus.vocabulary.sep
     for uri in corpus.artifact.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:

@@ -47,8 +47,16 @@ def fitting(cpus: float, gpus: int = 0) -> int:
 
 def largest_memory() -> int:
     """Bytes for tasks on the node with the most memory, among the nodes with a core."""
-    nodes = nodes_beside_services()
-    return int(max((node.get("memory", 0) for node in nodes if node.get("CPU")), default=0))
+    return max(_memory_of_nodes(), default=0)
+
+
+def total_memory() -> int:
+    """Bytes for tasks on all nodes with a core."""
+    return sum(_memory_of_nodes())
+
+
+def _memory_of_nodes() -> list[int]:
+    return [int(node.get("memory", 0)) for node in nodes_beside_services() if node.get("CPU")]
 
 
 def best_device() -> torch.device:

@@ -305,6 +305,17 @@ def train_responses(corpus: Artifact) -> set[str]:
     return set(_table(files, ["response"])["response"].to_pylist()) if files else set()
 
 
+def train_contexts(corpus: Artifact) -> dict[str, list[list[str]]]:
+    """The contexts of each response of the train split, each once."""
+    files = corpus.files("train/", ".parquet")
+    contexts = dict[str, dict[tuple[str, ...], None]]()
+    if files:
+        table = _table(files, ["context", "response"])
+        for turns, response in zip(*table.to_pydict().values(), strict=True):
+            contexts.setdefault(response, {})[tuple(turns)] = None
+    return {response: list(map(list, known)) for response, known in contexts.items()}
+
+
 def _responses(corpus: Artifact, folder: str, candidates: int, fewer: bool) -> list[str]:
     """The different responses of a split's folder; "": of all splits."""
     files = [uri for name in ("train/", "valid/", "test/") for uri in corpus.files(name, ".parquet")

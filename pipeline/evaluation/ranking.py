@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -179,6 +180,8 @@ class RankerScorer:
     batch_tokens: int = inference.BATCH_TOKENS
     as_in_loss: bool = False
     """Whether scores are those that the softmax of the loss takes (`Ranker.loss_scale`)."""
+    known_contexts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    """By the candidate's text; see `inference.toward_contexts`."""
 
     def prepare(self, questions: Questions) -> PreparedScorer:
         prepared = self._prepare(questions)
@@ -194,7 +197,11 @@ class RankerScorer:
         ) as bar:  # fmt: skip
             for start in range(0, len(questions.texts), _TEXTS_AT_ONCE):
                 texts = questions.texts[start : start + _TEXTS_AT_ONCE]
-                parts.append(inference.candidate_vectors(self.ranker, texts, self.batch_tokens))
+                vectors_ND = inference.candidate_vectors(self.ranker, texts, self.batch_tokens)
+                known = [self.known_contexts.get(text, ()) for text in texts]
+                parts.append(
+                    inference.toward_contexts(self.ranker, vectors_ND, known, self.batch_tokens)
+                )
                 bar.update(len(texts))
         return PreparedDual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
 
@@ -210,11 +217,16 @@ class Scaled:
         return self.prepared.scores(questions) * np.float32(self.scale)
 
 
-def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
+def load_scorer(
+    model: Artifact,
+    label: str = "",
+    precision: Precision = "auto",
+    known_contexts: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
+) -> RankerScorer:
     """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
     API, pools and the service do."""
     ranker = inference.prepare(load_ranker(model.local()), best_device(), precision)
-    return RankerScorer(ranker, label)
+    return RankerScorer(ranker, label, known_contexts=known_contexts)
 
 
 @dataclass(frozen=True)

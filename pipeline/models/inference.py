@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pipeline.models import cpu
 from pipeline.models.network import TextEncoder
@@ -25,6 +26,7 @@ BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
 # text: 48 µs a token in batches of 2,048, 75 in batches of 16,384); a GPU has to be filled.
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
+_TEXT_WEIGHT = 2.0  # of a candidate's text beside one of its known contexts
 _WINDOW = 4096  # texts that are tokenised, and sorted by length, together
 
 ItemT = TypeVar("ItemT")
@@ -66,6 +68,35 @@ def candidate_vectors(
 ) -> Tensor:
     """[N, D] for N candidate texts, in their order."""
     return row_vectors(ranker, ranker.candidate_rows(texts), batch_tokens)
+
+
+def toward_contexts(
+    ranker: Ranker,
+    vectors_ND: Tensor,
+    known_contexts: Sequence[Sequence[Sequence[str]]],
+    batch_tokens: int = BATCH_TOKENS,
+) -> Tensor:
+    """[N, D]: candidates' vectors turned toward the contexts that they are known to answer.
+
+    With u(x) = x / |x|, a candidate's vector v and its n contexts' vectors q: |v| u(2 u(v) + n u(Σ u(q))).
+    So the text counts as two contexts. u(Σ u(q)) is the direction of the centroid in Rocchio's classifier
+    (1971). Contexts have one vector each.
+
+    R@1 of new questions, all-MiniLM without training: banking77 0.59, with one context a text 0.67, with
+    four 0.77, with eight 0.80; CLINC150 0.69, 0.80 and 0.89. In the mean of 22 such numbers, half of them
+    of trained models, a text that counts as three has 0.002 less, as four 0.003 less, and as all its
+    contexts together 0.010 less.
+    """
+    contexts = [context for contexts in known_contexts for context in contexts]
+    if not contexts:
+        return vectors_ND
+    contexts_KD = context_vectors(ranker, contexts, batch_tokens)[0][:, 0]
+    rows_K = torch.tensor([row for row, contexts in enumerate(known_contexts) for _ in contexts])
+    sums_ND = torch.zeros_like(vectors_ND).index_add_(0, rows_K, normalize(contexts_KD))
+    counts_N1 = torch.tensor([[len(contexts)] for contexts in known_contexts])
+    both_ND = _TEXT_WEIGHT * normalize(vectors_ND) + counts_N1 * normalize(sums_ND)
+    turned_ND = normalize(both_ND) * vectors_ND.norm(dim=1, keepdim=True)
+    return torch.where(counts_N1 > 0, turned_ND, vectors_ND)
 
 
 def in_windows(

@@ -49,7 +49,7 @@ class Network(nn.Module):
     @property
     def token_tables(self) -> Sequence[nn.Parameter]:
         """Embedding tables of tokens that training may treat apart
-        (`OptimizationConfig.token_tables`)."""
+        (`LoopConfig.token_tables`)."""
         return ()
 
 

@@ -118,6 +118,12 @@ class ScorerConfig:
             raise BadInput(f"architecture: {self.architecture!r} has no candidate vectors; allowed: "
                            f"{_architectures(has_vectors=True)}")  # fmt: skip
 
+    def require_one_vector(self, option: str) -> None:
+        """Raises BadInput unless contexts have one vector each, which `option` needs."""
+        if self.vectors_per_context != 1:
+            raise BadInput(f"{option}: needs one vector for each context; {self.architecture!r} has "
+                           f"{self.vectors_per_context or 'none'}")  # fmt: skip
+
     def require_pairs(self) -> None:
         """Raises BadInput unless the network reads context and candidate together."""
         if self.has_vectors:

@@ -1,20 +1,23 @@
 """Turns tables of (id, text) into candidates of a pool, by a task for each file, or for each 131,072 rows of
 a Parquet file.
 
-    _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, and
-                                       the columns kept to filter by, as text
+    _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, the
+                                       columns kept to filter by, as text, and known contexts
     _candidates/file-00000-000.npy     their keys, [rows, 4] uint64: 64 bits of the hashes of the text, of
                                        the content and of the id; bytes of the text
 
-The content is the text and its values to filter by: candidates with the same content are the same. The text
-alone decides the vector. The plan of a pool needs only the keys. They have 64 bits: among 10⁸ rows 0.0003
-pairs collide, and the texts themselves are compared before a vector is copied.
+The content is the text, its values to filter by and its known contexts: candidates with the same content are
+the same. Text and known contexts decide the vector; "text" in the plan means both. One task reads all files
+where there are known contexts, because the rows of a text may stand in several. The plan of a pool needs only
+the keys. They have 64 bits: among 10⁸ rows 0.0003 pairs collide, and the texts themselves are compared before
+a vector is copied.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +38,11 @@ from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
 from pipeline.engine.run import run_tasks
 from pipeline.pools.changes import RowSet
-from pipeline.pools.shard import ROWS
+from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.storage import npy
 
 TEXT_KEY, CONTENT_KEY, ID_KEY, BYTES = range(4)
+_TEXT, _ID, _CONTEXT = "embed.text_column", "embed.id_column", "embed.context_column"
 _FOLDER = "_candidates"
 _PART_ROWS = 16_384
 # A core reads some 50,000 rows a second, and a task costs some 10 ms.
@@ -49,6 +53,10 @@ Piece = tuple[str, tuple[int, int, int] | None]
 """(a file's URI, which `tables.RowGroups` of it; None: all)"""
 
 
+Turns = tuple[str, ...]
+"""A context, the oldest turn first."""
+
+
 class CandidateRow(NamedTuple):
     """A row that can be a candidate."""
 
@@ -57,6 +65,8 @@ class CandidateRow(NamedTuple):
     text: str
     values: list[str | None]
     """Values of the columns that are kept to filter by."""
+    contexts: list[Turns]
+    """Known contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,31 +85,35 @@ def stage(
     reading: raw.Reading,
     privacy: Privacy,
     form: tables.TableFormat,
+    context_column: str = "",
 ) -> list[PartsRecord]:
     """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
     Without an id column, "", the text's content hash is the id. A Parquet file of many row groups is
-    several tasks.
+    several tasks. With a `context_column`, rows with the same text and values are one candidate, which has
+    the id of the first one and all their contexts.
     """
     work = functools.partial(
-        _stage_piece,
+        _stage_pieces,
         columns=columns,
+        context_column=context_column,
         max_text_bytes=max_text_bytes,
         reading=reading,
         privacy=privacy,
         form=form,
     )
+    tasks: dict[str, list[Piece]] = {}
+    if context_column:
+        tasks["file-00000"] = [(uri, None) for uri in files]
+        return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
     with ThreadPoolExecutor(16) as pool:
-        pieces = pool.map(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
-        tasks: dict[str, Piece] = {}
-        for number, (uri, groups) in enumerate(zip(files, pieces, strict=True)):
+        groups_of_files = pool.map(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
+        for number, (uri, groups) in enumerate(zip(files, groups_of_files, strict=True)):
             if len(groups) < 2:
-                tasks[f"file-{number:05d}"] = (uri, None)
+                tasks[f"file-{number:05d}"] = [(uri, None)]
             for index, group in enumerate(groups if len(groups) > 1 else ()):
-                tasks[f"file-{number:05d}-{index:04d}"] = (
-                    uri,
-                    (group.first, group.end, group.rows_before),
-                )
+                piece = (uri, (group.first, group.end, group.rows_before))
+                tasks[f"file-{number:05d}-{index:04d}"] = [piece]
     return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 
@@ -127,14 +141,16 @@ def read_published_keys(uri: str) -> Keys:
     Texts are read only in a pool with columns to filter by: in all others the content is the text.
     """
     with storage.open_input(uri) as stream:
-        has_values = len(pa.ipc.open_file(stream).schema) > len(ROWS)
-        fields = ["id", "content_hash", *(["text"] if has_values else [])]
-        options = pa.ipc.IpcReadOptions(included_fields=[ROWS.get_field_index(f) for f in fields])
+        schema = pa.ipc.open_file(stream).schema
+        has_values = len(schema) > len(ROWS)
+        fields = ["id", "content_hash", *(["text", KNOWN_CONTEXTS] if has_values else [])]
+        places = [place for name in fields if (place := schema.get_field_index(name)) >= 0]
+        options = pa.ipc.IpcReadOptions(included_fields=places)
         rows = pa.ipc.open_file(stream, options=options).read_all()
     hashes = bytes.fromhex("".join(rows["content_hash"].to_pylist()))
     contents = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
     ids = np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
-    return np.stack([text_keys(rows["text"]) if has_values else contents, contents, ids], axis=1)
+    return np.stack([text_keys(rows) if has_values else contents, contents, ids], axis=1)
 
 
 def row_set(rows: pa.Table) -> RowSet:
@@ -145,15 +161,19 @@ def row_set(rows: pa.Table) -> RowSet:
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
-    """32 hex digits that name a text and its filter values."""
+    """32 hex digits that name a text and further values."""
     content = json.dumps([text, *values]) if values else text
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def text_keys(texts: pa.ChunkedArray) -> Keys:
-    """[rows]: the keys of the texts alone."""
-    hashes = (content_hash(text) for chunk in texts.iterchunks() for text in chunk.to_pylist())
-    return np.fromiter(map(hash_key, hashes), np.uint64, len(texts))
+def text_keys(rows: pa.Table) -> Keys:
+    """[rows]: the keys of what decides their vectors."""
+    names = [name for name in ("text", KNOWN_CONTEXTS) if name in rows.column_names]
+    sources = (
+        zip(*batch.select(names).to_pydict().values(), strict=True) for batch in rows.to_batches()
+    )
+    hashes = (content_hash(text, known) for batch in sources for text, *known in batch)
+    return np.fromiter(map(hash_key, hashes), np.uint64, len(rows))
 
 
 def hash_key(hash_of_content: str) -> int:
@@ -164,34 +184,46 @@ def id_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
-def _stage_piece(
+def _stage_pieces(
     draft: Draft,
     task: str,
-    piece: Piece,
+    pieces: list[Piece],
     columns: tuple[str, ...],
+    context_column: str,
     max_text_bytes: int,
     reading: raw.Reading,
     privacy: Privacy,
     form: tables.TableFormat,
 ) -> PartsRecord:
-    uri, groups = piece
     report = ParseReport()
-    schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
+    names = [*columns[2:], *([KNOWN_CONTEXTS] if context_column else [])]
+    schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in names)])
     parts = list[tuple[str, int]]()
     redacted = 0
-    row_groups = tables.RowGroups(*groups) if groups else None
-    for number, rows in enumerate(
-        _parts(_rows(uri, columns, max_text_bytes, reading, report, form, row_groups))
-    ):
+    rows_of_pieces = (
+        _rows(
+            uri,
+            columns,
+            context_column,
+            max_text_bytes,
+            reading,
+            report,
+            form,
+            tables.RowGroups(*groups) if groups else None,
+        )
+        for uri, groups in pieces
+    )
+    all_rows = itertools.chain.from_iterable(rows_of_pieces)
+    for number, rows in enumerate(_parts(_grouped(all_rows) if context_column else all_rows)):
         part = f"{task}-{number:03d}"
         table, changed = _table(rows, schema, privacy)
         redacted += changed
-        keys = [
-            (hash_key(content_hash(text)), hash_key(hash_), id_key(name), len(text.encode()))
-            for name, text, hash_ in zip(*(table[n].to_pylist() for n in range(3)), strict=True)
-        ]
+        contents = [hash_key(hash_) for hash_ in table["content_hash"].to_pylist()]
+        ids = [id_key(name) for name in table["id"].to_pylist()]
+        sizes = [len(text.encode()) for text in table["text"].to_pylist()]
+        keys = np.array([text_keys(table), contents, ids, sizes], np.uint64).T
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
-        draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.array(keys, np.uint64)))
+        draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.ascontiguousarray(keys)))
         parts.append((part, len(rows)))
     rejects = raw.Rejects.joined(report.malformed, report.dropped)
     rejects.save(draft, task, privacy)
@@ -208,35 +240,58 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
     texts, redacted = privacy.redacted_and_counted(
         pa.array([row.text for row in rows], pa.string())
     )
-    hashes = [
-        content_hash(text, row.values) for text, row in zip(texts.to_pylist(), rows, strict=True)
+    values = [row.values for row in rows]
+    # Without an id of its own a candidate keeps its id when a context is added.
+    ids = [
+        row.name or content_hash(text, row.values)
+        for text, row in zip(texts.to_pylist(), rows, strict=True)
     ]
-    names = [row.name or hash_ for row, hash_ in zip(rows, hashes, strict=True)]
-    values = [[row.values[number] for row in rows] for number in range(len(schema) - len(ROWS))]
-    columns = [pa.array(column, pa.string()) for column in (names, texts, hashes, *values)]
-    return pa.table(columns, schema=schema), redacted
+    if KNOWN_CONTEXTS in schema.names:
+        all_turns = pa.array(
+            (turn for row in rows for turns in row.contexts for turn in turns), pa.string()
+        )
+        redacted_turns = iter(privacy.redacted_and_counted(all_turns)[0].to_pylist())
+        values = [
+            [
+                *row.values,
+                json.dumps(
+                    [list(itertools.islice(redacted_turns, len(turns))) for turns in row.contexts],
+                    ensure_ascii=False,
+                ),
+            ]
+            for row in rows
+        ]
+    hashes = [content_hash(text, row) for text, row in zip(texts.to_pylist(), values, strict=True)]
+    columns = [ids, texts, hashes, *zip(*values, strict=True)]
+    return pa.table([pa.array(column, pa.string()) for column in columns], schema=schema), redacted
 
 
 def require_columns(
-    files: list[str], columns: tuple[str, ...], reading: raw.Reading, form: tables.TableFormat
+    files: list[str],
+    columns: tuple[str, ...],
+    reading: raw.Reading,
+    form: tables.TableFormat,
+    context_column: str = "",
 ) -> None:
     """Raises BadInput where one of the first files lacks one of the `columns` (see `stage`)."""
-    tables.require_columns(files, _columns_by_option(columns), reading, form)
+    tables.require_columns(files, _columns_by_option(columns, context_column), reading, form)
 
 
-def _columns_by_option(columns: tuple[str, ...]) -> dict[str, str]:
+def _columns_by_option(columns: tuple[str, ...], context_column: str) -> dict[str, str]:
     """The columns to read by the option that names each."""
     id_column, text_column, *filter_columns = columns
-    columns_by_option = {"embed.text_column": text_column, "embed.id_column": id_column}
+    columns_by_option = {_TEXT: text_column, _ID: id_column}
     columns_by_option |= {
         f"embed.filter_columns[{number}]": name for number, name in enumerate(filter_columns)
     }
+    columns_by_option[_CONTEXT] = context_column
     return {option: column for option, column in columns_by_option.items() if column}
 
 
 def _rows(
     uri: str,
     columns: tuple[str, ...],
+    context_column: str,
     max_text_bytes: int,
     reading: raw.Reading,
     report: ParseReport,
@@ -245,21 +300,42 @@ def _rows(
 ) -> Iterator[CandidateRow]:
     """The rows that can be candidates; all other rows are counted in `report`."""
     id_column, text_column, *_ = columns
-    columns_by_option = _columns_by_option(columns)
+    columns_by_option = _columns_by_option(columns, context_column)
     for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
         sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
         try:
-            cells = [_cell(row, *named_column) for named_column in columns_by_option.items()]
+            context = _turns(row, context_column) if context_column else ()
+            cells = {
+                option: _cell(row, option, column)
+                for option, column in columns_by_option.items()
+                if option != _CONTEXT
+            }
         except ValueError as reason:
             report.malformed.add(str(reason), uri, line, sample)
             continue
-        text, name = cells[0] or "", cells[1] or "" if id_column else ""
+        text, name = cells.pop(_TEXT) or "", cells.pop(_ID, None) or ""
         if not text.strip():
             report.dropped.add("text is empty", uri, line, sample)
-        elif len(text) * 4 > max_text_bytes and len(text.encode()) > max_text_bytes:
+        elif _is_longer(text, max_text_bytes):
             report.dropped.add("text is too long", uri, line, sample)
+        elif _is_longer("".join(context), max_text_bytes):
+            report.dropped.add("context is too long", uri, line, sample)
         else:
-            yield CandidateRow(name, text, cells[2 if id_column else 1 :])
+            yield CandidateRow(name, text, list(cells.values()), [context] if context else [])
+
+
+def _is_longer(text: str, most_bytes: int) -> bool:
+    return len(text) * 4 > most_bytes and len(text.encode()) > most_bytes
+
+
+def _grouped(rows: Iterator[CandidateRow]) -> Iterator[CandidateRow]:
+    """Rows with the same text and values as one, with all their contexts, each once."""
+    groups = dict[tuple[str | None, ...], list[CandidateRow]]()
+    for row in rows:
+        groups.setdefault((row.text, *row.values), []).append(row)
+    for group in groups.values():
+        contexts = dict.fromkeys(context for row in group for context in row.contexts)
+        yield group[0]._replace(contexts=list(contexts))
 
 
 def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
@@ -268,7 +344,7 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     if column not in row and not is_filter_column:  # JSON lines leave out empty cells
         raise ValueError(f"no column {column}")
     value = row.get(column)
-    is_text_column = option == "embed.text_column"
+    is_text_column = option == _TEXT
     try:
         if is_text_column and not isinstance(value, str | None):
             raise TypeError(type(value).__name__)
@@ -276,9 +352,22 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     except TypeError as kind:
         allowed = "text" if is_text_column else "text, numbers, dates"
         raise ValueError(f"{option} {column}: {kind}; allowed: {allowed}") from None
-    if option == "embed.id_column" and not cell:
+    if option == _ID and not cell:
         raise ValueError(f"{option} {column}: empty; allowed: text, numbers, dates")
     return cell
+
+
+def _turns(row: dict[str, Any], column: str) -> Turns:
+    """A row's context; () for an empty one. Raises ValueError for what it cannot be."""
+    if column not in row:
+        raise ValueError(f"no column {column}")
+    value = row[column]
+    turns = [value] if isinstance(value, str) else value or []
+    if not isinstance(turns, list) or not all(map(raw.is_text, turns)):
+        raise ValueError(
+            f"{_CONTEXT} {column}: {type(value).__name__}; allowed: text, list of texts"
+        )
+    return tuple(turns) if any(turn.strip() for turn in turns) else ()
 
 
 def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:
@@ -286,7 +375,7 @@ def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:
     size = 0
     for row in rows:
         part.append(row)
-        size += len(row.text)
+        size += len(row.text) + sum(len(turn) for turns in row.contexts for turn in turns)
         if len(part) == _PART_ROWS or size >= _PART_BYTES:
             yield part
             part, size = [], 0

@@ -29,7 +29,7 @@ from pipeline.pools import candidates
 from pipeline.pools.build_records import CheckRecord, EmbedRecord, GateInputs, PlanRecord
 from pipeline.pools.gate import Canaries, GateConfig, read_canaries
 from pipeline.pools.plan import SHARD_PREFIX, make
-from pipeline.pools.shard import ROWS
+from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.pools.versions import PLAN, Version, files_of_rows
@@ -55,6 +55,10 @@ class EmbedConfig(tables.TableFormat):
     others."""
     filter_columns: tuple[str, ...] = ()
     """Columns that searches can filter by. A text with other values in them is another candidate."""
+    context_column: str = ""
+    """Column with a context that the text answers, such as a FAQ's question: text, or a list of turns.
+    Rows with the same text are one candidate, and its vector lies between its text's and its contexts':
+    new contexts find it by both. For bi and convert; one process reads all files."""
     rows_per_shard: int = 16_384
     """Rows in a shard at most; a small pool has 16 shards. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
@@ -74,8 +78,9 @@ class EmbedConfig(tables.TableFormat):
         require(self.dtype in FILE_DTYPES, "embed.dtype", self.dtype, ", ".join(FILE_DTYPES))
         require(bool(self.text_column), "embed.text_column", self.text_column, "a column's name")
         for column in self.filter_columns:
-            require(column not in ("", *ROWS.names), "embed.filter_columns", column,
-                    f"names of columns, but {', '.join(ROWS.names)}")  # fmt: skip
+            reserved = (*ROWS.names, KNOWN_CONTEXTS)
+            require(column not in ("", *reserved), "embed.filter_columns", column,
+                    f"names of columns, but {', '.join(reserved)}")  # fmt: skip
         require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
         for name in ("rows_per_shard", "max_text_bytes"):
             require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
@@ -113,7 +118,14 @@ def prepare(
         return earlier
     began = time.perf_counter()
     staged = candidates.stage(
-        draft, files, config.columns, config.max_text_bytes, reading, privacy, config
+        draft,
+        files,
+        config.columns,
+        config.max_text_bytes,
+        reading,
+        privacy,
+        config,
+        config.context_column,
     )
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]

@@ -40,7 +40,8 @@ from pipeline.pools.gate import (
     write_answers,
 )
 from pipeline.pools.plan import Slices
-from pipeline.pools.pool import Pool
+from pipeline.pools.pool import Pool, known_contexts
+from pipeline.pools.shard import KNOWN_CONTEXTS
 from pipeline.pools.vector_format import Dtype, decode, encode
 from pipeline.pools.verdicts import NEW
 
@@ -98,13 +99,14 @@ class Embedder:
         if self._source is not None:
             copied_N = _copy(rows, places_N, vectors_ND, self._source)
         todo = np.flatnonzero(~copied_N)
-        texts = rows["text"].take(todo).to_pylist()
-        vectors_ND[todo], is_empty_N, actor_seconds = self._embed(texts)
+        todo_rows = rows.take(todo)
+        vectors_ND[todo], is_empty_N, actor_seconds = self._embed(todo_rows)
         with self._tokenizer_is_free:
-            truncated = truncated_candidates(self._ranker, texts[:_LOOKED_AT])
+            looked_at = todo_rows["text"][:_LOOKED_AT].to_pylist()
+            truncated = truncated_candidates(self._ranker, looked_at)
         poisoned = {"text has no tokens": todo[is_empty_N]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
-        if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
+        if len(infinite) and not np.isfinite(self._embed_texts([_ORDINARY])[0]).all():
             raise FloatingPointError(f"{name}: the model made vectors that are not finite")
         poisoned["vector is not finite"] = infinite
         rejects = _reject(draft, name, rows, poisoned)
@@ -154,8 +156,19 @@ class Embedder:
         rows = pa.concat_tables(tables).combine_chunks()
         return rows, np.concatenate(verdict), np.concatenate(places)
 
-    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Bools, float]:
+    def _embed(self, rows: pa.Table) -> tuple[Floats, Bools, float]:
         """(vectors [N, D], whether each text has no tokens of its own [N], seconds in the model)"""
+        vectors_ND, is_empty_N, seconds = self._embed_texts(rows["text"].to_pylist())
+        if contexts := known_contexts(rows):
+            with self._model_is_free, self._tokenizer_is_free:
+                began = time.perf_counter()
+                turned_ND = inference.toward_contexts(
+                    self._ranker, torch.from_numpy(vectors_ND), contexts, self._batch_tokens
+                )
+                vectors_ND, seconds = turned_ND.numpy(), seconds + time.perf_counter() - began
+        return vectors_ND, is_empty_N, seconds
+
+    def _embed_texts(self, texts: Sequence[str]) -> tuple[Floats, Bools, float]:
         vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
         is_empty: list[bool] = []
         seconds = 0.0
@@ -186,7 +199,7 @@ class Embedder:
         rng = np.random.default_rng(crc32(name.encode()))
         cosines = []
         for row in rng.permutation(len(rows))[: self._sample].tolist():
-            reembedded_D = self._embed([rows["text"][row].as_py()])[0][0]
+            reembedded_D = self._embed(rows.slice(row, 1))[0][0]
             length = max(float(norms_N[row] * np.linalg.norm(reembedded_D)), 1e-30)
             cosines.append(float(vectors_ND[row] @ reembedded_D) / length)
         texts = rows["text"].to_pylist()
@@ -233,11 +246,23 @@ def _copy(rows: pa.Table, places_N: Ints, vectors_ND: Floats, source: Pool) -> B
     if not len(indices):
         return copied_N
     indices = indices[np.argsort(places_N[indices])]
-    texts, known_ND = source.texts_and_vectors_at(places_N[indices])
-    is_same = pc.equal(texts, rows["text"].take(indices)).to_numpy()
+    source_rows, known_ND = source.rows_and_vectors_at(places_N[indices])
+    is_same = np.ones(len(indices), bool)
+    for name in ("text", KNOWN_CONTEXTS):
+        if name in rows.column_names or name in source_rows.column_names:
+            is_same &= _is_equal(rows.take(indices), source_rows, name)
     vectors_ND[indices[is_same]] = known_ND[is_same]
     copied_N[indices[is_same]] = True
     return copied_N
+
+
+def _is_equal(rows: pa.Table, others: pa.Table, name: str) -> Bools:
+    """[N]: whether the texts in a column are equal; a pool without it has no known contexts, `[]`."""
+    columns = [
+        table[name] if name in table.column_names else pa.array(["[]"] * len(table))
+        for table in (rows, others)
+    ]
+    return np.asarray(pc.equal(*columns))
 
 
 def _reject(draft: Draft, name: str, rows: pa.Table, poisoned: dict[str, Ints]) -> dict[str, int]:

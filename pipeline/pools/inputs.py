@@ -40,6 +40,8 @@ def resolve_inputs(
     # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
     settings = read_settings(model.uri)
     settings.require_vectors()
+    if embed.context_column:
+        settings.require_one_vector("embed.context_column")
     files, corpora = _candidate_files(candidates)
     order_counts = embed.repeated_ids == "first"  # it says whose text stays
     if not order_counts:

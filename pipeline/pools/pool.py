@@ -1,7 +1,7 @@
 """A candidate pool: `<pools>/<name>/<version>/`, and `<pools>/<name>/CURRENT` names a version.
 
     manifest.json                 dtype, dimensions, statistics of the shards, checksums of all files
-    rows/part-00000.arrow         id, text, content_hash, and the columns kept to filter by
+    rows/part-00000.arrow         id, text, content_hash, the columns kept to filter by, known contexts
     vectors/, norms/              `stored`
     rotation.npy, sketch/, sketch_norms/    `sketch`
     neighbours/                   with `--embed.neighbours true`: `approximate`
@@ -13,6 +13,7 @@ share them.
 from __future__ import annotations
 
 import functools
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from pipeline.config import BadInput
 from pipeline.pools import checksums
 from pipeline.pools.checksums import Check
 from pipeline.pools.shard import (
+    KNOWN_CONTEXTS,
     ROWS,
     PoolPart,
     Shard,
@@ -81,6 +83,15 @@ class PoolRow(NamedTuple):
 
     id: str
     text: str
+
+
+class Canary(NamedTuple):
+    """A candidate with what its vector is made from."""
+
+    id: str
+    text: str
+    known_contexts: list[list[str]]
+    vector_D: Floats
 
 
 @dataclass(frozen=True, repr=False)
@@ -238,7 +249,7 @@ class Pool:
     def filter_columns(self) -> list[str]:
         """The columns that the pool keeps to filter by."""
         names = self.rows[0].column_names if self.shards else []
-        return [name for name in names if name not in ROWS.names]
+        return [name for name in names if name not in (*ROWS.names, KNOWN_CONTEXTS)]
 
     @property
     def model_fingerprint(self) -> str:
@@ -263,6 +274,16 @@ class Pool:
         """The candidate at a place from 0 to len - 1."""
         table, number = self._table_at(place)
         return PoolRow(table["id"][number].as_py(), table["text"][number].as_py())
+
+    def canaries(self, count: int) -> list[Canary]:
+        """So many candidates, spread over the pool; all, if it has no more."""
+        places = np.unique(np.linspace(0, len(self) - 1, min(len(self), count)).astype(np.int64))
+        canaries = list[Canary]()
+        for place, vector_D in zip(places.tolist(), self.vectors_at(places), strict=True):
+            table, number = self._table_at(place)
+            contexts = known_contexts(table.slice(number, 1))
+            canaries.append(Canary(*self.row(place), contexts[0] if contexts else [], vector_D))
+        return canaries
 
     def columns_at(self, place: int, names: Sequence[str]) -> dict[str, str]:
         """Further columns of the candidate at a place."""
@@ -297,14 +318,12 @@ class Pool:
             return np.empty((0, self.dimensions), np.float32)
         return decode(self.layer_at(places, "vectors"))
 
-    def texts_and_vectors_at(self, places: Ints) -> tuple[pa.ChunkedArray, Floats]:
-        """The texts and the vectors [N, D] at N ascending places, one at least."""
+    def rows_and_vectors_at(self, places: Ints) -> tuple[pa.Table, Floats]:
+        """The rows and the vectors [N, D] at N ascending places, one at least."""
         parts = [
-            s.rows["text"].take(pa.array(shard_places))
-            for s, shard_places in self._split_by_shard(places)
+            s.rows.take(pa.array(shard_places)) for s, shard_places in self._split_by_shard(places)
         ]
-        chunks = [chunk for part in parts for chunk in part.chunks]
-        return pa.chunked_array(chunks, pa.string()), self.vectors_at(places)
+        return pa.concat_tables(parts), self.vectors_at(places)
 
     def layer_at(self, places: Ints, name: str) -> Layer:
         """The rows of `vectors` or of `sketch` at ascending places, one at least."""
@@ -329,6 +348,13 @@ class Pool:
             parts.append((self.shards[number], places[first:end] - start))
             first = end
         return parts
+
+
+def known_contexts(rows: pa.Table) -> list[list[list[str]]]:
+    """Each row's known contexts, as turns; [] where the pool has none."""
+    if KNOWN_CONTEXTS not in rows.column_names:
+        return []
+    return [json.loads(contexts) for contexts in rows[KNOWN_CONTEXTS].to_pylist()]
 
 
 def precision_of(artifact: Artifact) -> str:

@@ -30,6 +30,10 @@ ROWS = pa.schema(
 )
 """The columns of all pools; those kept to filter by stand behind them."""
 
+KNOWN_CONTEXTS = "known_contexts"
+"""The last column of a pool whose candidates have known contexts: in each row a JSON list of
+contexts, which are lists of turns."""
+
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

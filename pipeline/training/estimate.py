@@ -51,7 +51,12 @@ def estimate_pretraining(
     if config.single_texts:  # a step has so many pairs, however short they are
         step_tokens = round(config.lanes * measured.work["tokens"] / measured.steps)
     tokens = steps * step_tokens
+    # Of the longest row, with its predicted tokens.
+    share = config.masked_share if config.predicts_tokens(step=0) else 0
+    predicted = round(share * config.longest_row)
+    flops = TrainingFlops.of(model.encoder, model.mlm).step([config.longest_row], predicted)
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, measured, device)
+    corpus_tokens = sum(corpus.train_tokens for corpus in recipe.corpora)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     estimate = Estimate(
         input_files=len(entries),
@@ -66,13 +71,13 @@ def estimate_pretraining(
         "memory_is": memory_is,
         "parameters": parameters,
         "start": start_note,
-        "corpus_tokens": recipe.tokens(),
+        "corpus_tokens": corpus_tokens,
         "batch_tokens": config.batch_tokens,
         "micro_batches_per_step": config.lanes,
         "tokens_to_train": tokens,
-        "epochs": round(tokens / recipe.tokens(), 2),
+        "epochs": round(tokens / corpus_tokens, 2),
         "tokens_per_s_per_worker": round(rate),
-        "flops_per_token": _flops_per_token(recipe),
+        "flops_per_token": flops // config.longest_row,
         "workers": workers.workers,
         "hours": round(tokens / rate / workers.workers / 3600, 2),
     }
@@ -163,23 +168,13 @@ class _MeasuredSteps:
 def _measure(
     task: Task, loop: LoopConfig, device: torch.device, workers: Workers, update_every: int = 1
 ) -> _MeasuredSteps:
-    """The rate of one worker with its share of this machine's cores, from the second step on.
+    """The rate of one worker with its share of this machine's cores, in some seconds, but at least two steps.
+    The first one is not counted.
 
     `update_every`: steps whose gradients are added up before they change the weights.
     """
     cores = torch.get_num_threads()
     threads = workers.cpus_per_worker or max(1, cores // workers.workers)
-    torch.set_num_threads(threads)
-    try:
-        return _compute(task, loop, device, threads, update_every)
-    finally:
-        torch.set_num_threads(cores)
-
-
-def _compute(
-    task: Task, loop: LoopConfig, device: torch.device, threads: int, update_every: int
-) -> _MeasuredSteps:
-    """Computes for some seconds, but at least two steps. The first step is not counted."""
     module = task.module.to(device).train()
     prepare_for_training(module, device, loop.precision)
     bf16 = resolve_precision(loop.precision, device) == "bf16"
@@ -193,6 +188,7 @@ def _compute(
         kept_by_address[memory.data_ptr()] = memory.nbytes()
         return tensor
 
+    torch.set_num_threads(threads)
     try:
         for number, (batch, _) in enumerate(batches):
             autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
@@ -212,16 +208,8 @@ def _compute(
                 break
     finally:
         batches.close()
+        torch.set_num_threads(cores)
     seconds = time.perf_counter() - began
     for parameter in module.parameters():
         kept_by_address.pop(parameter.untyped_storage().data_ptr(), None)
     return _MeasuredSteps(number, dict(work), seconds, threads, sum(kept_by_address.values()))
-
-
-def _flops_per_token(recipe: Pretraining) -> int:
-    """Operations per token of the longest row, with its predicted tokens."""
-    model, _ = recipe.model()
-    longest = recipe.pretrain.longest_row
-    share = recipe.pretrain.masked_share if recipe.pretrain.predicts_tokens(step=0) else 0
-    predicted = round(share * longest)
-    return TrainingFlops.of(model.encoder, model.mlm).step([longest], predicted) // longest

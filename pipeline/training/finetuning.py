@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
 
 from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
-from pipeline.evaluation.questions import validation_questions
+from pipeline.evaluation.questions import Questions, validation_questions
+from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
-from pipeline.training.batches import Batches, Rows
-from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import (
+from pipeline.training.data import (
     TEACHER_COLUMNS,
+    Batches,
     DualCollator,
     PairCollator,
+    Rows,
+    example_columns,
     has_values,
     teacher_dimensions,
 )
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.loop import Task
-from pipeline.training.mining import Miner
-from pipeline.training.negatives import example_columns
-from pipeline.training.objectives import (
+from pipeline.training.loop import Measured, Task, optimization, reduce_over_ranks
+from pipeline.training.losses import (
     DualModule,
     Objective,
     PairModule,
+    backward,
+    cached_backward,
 )
-from pipeline.training.optimization import optimization
-from pipeline.training.settings import LoopConfig
-from pipeline.training.validation import Validation
+from pipeline.training.negatives import Miner
+from pipeline.training.settings import FinetuneConfig, LoopConfig
+
+
+class Validation:
+    """How often the ranker in training puts the right candidate first (R@1), and its loss.
+
+    The questions and the scores are those of evaluation; the loss scales the scores as the loss of training
+    does. The questions are the same at every validation, and the ranks share them.
+    """
+
+    def __init__(self, ranker: Ranker, questions: Questions, rank: int, world: int) -> None:
+        self.questions = questions
+        self._ranker = ranker
+        self._rank_questions = questions.part(np.arange(rank, len(questions), world))
+
+    def __call__(self) -> Measured:
+        """R@1 and the loss; a collective call. Leaves the ranker in evaluation mode.
+
+        r1: share of the contexts whose right candidate scores above all others; a tie is none. loss: mean
+        cross-entropy of the right candidate, in nats.
+        """
+        self._ranker.eval()
+        sums = [0.0, 0.0, float(len(self._rank_questions))]
+        if len(self._rank_questions):
+            scorer = RankerScorer(self._ranker, as_in_loss=True)
+            ranking = rank(scorer.prepare(self._rank_questions), self._rank_questions)
+            sums[:2] = [float((ranking.ranks_N == 1).sum()), float(ranking.losses_N.sum())]
+        total = torch.tensor(sums, dtype=torch.float64, device=self._ranker.device)
+        hits, loss_sum, count = reduce_over_ranks(total).tolist()
+        return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")
 
 
 @dataclass(kw_only=True)
@@ -78,148 +108,120 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        batch_examples = self.finetune.batch_examples
-        require(batch_examples >= world, "finetune.batch_examples", batch_examples,
-                f"at least the {world} workers")  # fmt: skip
-        self._check_teacher()
-        ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
-        ranker.precision = self.loop.precision  # of validation and mining, as of training
+        config, distill, loop = self.finetune, self.finetune.distill, self.loop
+        self._check(world)
+        ranker = new_ranker(self.ranker, self.encoder.local(), loop.seed)
+        ranker.precision = loop.precision  # of validation and mining, as of training
         network = ranker.network
         encoders = [part for part in network.modules() if isinstance(part, Encoder)]
-        self._check_encoders(encoders)
-        for part in encoders:
-            if self.finetune.keep_layers:
-                shorten(part, self.finetune.keep_layers)
-            freeze(part, self.finetune.train_layers)
-        if self.finetune.dropout is not None:
-            set_dropout(network, self.finetune.dropout)
-        miner = self._miner(ranker, rank, world)
-        module, collator = self._objective(ranker, miner)
-        batches = Batches(self._rows(collator.columns, rank, world), collator, batch_examples)
-        steps = self._steps(batches.steps_per_epoch, miner)
-        chunk = self.finetune.chunk_examples
-
-        return FinetuneTask(
-            ranker=ranker,
-            module=module,
-            batches=batches,
-            steps=steps,
-            optimize=lambda: optimization(
-                self.loop, module, steps, network.new_weights, network.token_tables
-            ),
-            save=ranker.save,
-            backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
-            validation=self._validation(ranker, rank, world),
-            miner=miner,
-            before_step=network.before_step,
-            work=lambda batch: {"samples": float(len(batch))},
-        )
-
-    def _rows(self, columns: Sequence[str], rank: int, world: int) -> Rows:
-        return Rows.of(self.corpus, "train", columns, rank, world, self.loop.seed, self.held_out())
-
-    def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
-        config = self.finetune
-        require(ranker.config.has_vectors or config.negatives_from in ("batch", "given"),
-                "finetune.negatives_from", config.negatives_from,
-                f"'batch' or 'given' with ranker.architecture {ranker.config.architecture!r}, which takes "
-                "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
-        if config.negatives_from != "mined":
-            return None
-        rows = self._rows(example_columns(config.same_group_negatives), 0, 1)
-        steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
-        return Miner(
-            ranker, rows, config.mine, max(1, steps), rank, world, config.same_group_negatives
-        )
-
-    def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
-        """The objective, and the collator of its batches."""
-        config = self.finetune
-        distill = config.distill
-        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
-        if not ranker.config.has_vectors:
-            require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
-                    f"0 with ranker.architecture {ranker.config.architecture!r}")  # fmt: skip
-            require(not config.share_negatives, "finetune.share_negatives", True,
-                    f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
-                    "every pair")  # fmt: skip
-        from_corpus = config.negatives_from in ("given", "both")
-        require(not from_corpus or has_values(self.corpus, "candidates"), "finetune.negatives_from",
-                config.negatives_from,
-                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
-        if not ranker.config.has_vectors:
-            return PairModule(ranker.cross, distill), PairCollator(
-                ranker, config.negatives, teacher, config.same_group_negatives
-            )
-        if distill.loss == "cosine":
-            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
-            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
-                    f"ranker's {ranker_width}")  # fmt: skip
-        negatives = 0 if config.negatives_from == "batch" else config.negatives
-        module = DualModule(
-            ranker.dual,
-            config.negatives_from,
-            distill,
-            config.share_negatives,
-            config.label_smoothing,
-        )
-        mined = miner.negatives_of if miner else None
-        return module, DualCollator(ranker, negatives, teacher, mined, config.same_group_negatives)
-
-    def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
-        """Raises BadInput for settings of a pre-trained encoder if the ranker has no such encoder."""
-        config, kind = self.finetune, self.ranker.architecture
         for name, value, default in (
             ("keep_layers", config.keep_layers, 0),
             ("train_layers", config.train_layers, "all"),
             ("dropout", config.dropout, None),
         ):
             require(bool(encoders) or value == default, f"finetune.{name}", value,
-                    f"{default!r} with ranker.architecture {kind!r}")  # fmt: skip
+                    f"{default!r} with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
+        for part in encoders:
+            if config.keep_layers:
+                shorten(part, config.keep_layers)
+            freeze(part, config.train_layers)
+        if config.dropout is not None:
+            set_dropout(network, config.dropout)
 
-    def _check_teacher(self) -> None:
-        """Raises BadInput for a distillation loss that would get no scores of a teacher."""
-        config, distill = self.finetune, self.finetune.distill
-        if distill.loss == "none":
-            return
+        rows = Rows.of(self.corpus, "train", (), rank, world, loop.seed, self.held_out())
+        same_group, miner = config.same_group_negatives, None
+        if config.negatives_from == "mined":
+            every_steps = round(config.mine.every_epochs * rows.total / config.batch_examples)
+            all_rows = replace(rows, columns=example_columns(same_group), rank=0, world=1)
+            miner = Miner(
+                ranker, all_rows, config.mine, max(1, every_steps), rank, world, same_group
+            )
+        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
+        module: Objective
+        if self.ranker.has_vectors:
+            module = DualModule(
+                ranker.dual,
+                config.negatives_from,
+                distill,
+                config.share_negatives,
+                config.label_smoothing,
+            )
+            negatives = 0 if config.negatives_from == "batch" else config.negatives
+            mined = miner.negatives_of if miner else None
+            collator = DualCollator(ranker, negatives, teacher, mined, same_group)
+        else:
+            module = PairModule(ranker.cross, distill)
+            collator = PairCollator(ranker, config.negatives, teacher, None, same_group)
         if distill.loss == "cosine":
-            require(self.ranker.has_vectors, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
-            count = self.ranker.vectors_per_context
+            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
+            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
+                    f"ranker's {ranker_width}")  # fmt: skip
+
+        rows = replace(rows, columns=tuple(collator.columns))
+        batches = Batches(rows, collator, config.batch_examples)
+        steps = round(config.epochs * batches.steps_per_epoch)
+        if config.epochs:  # half an epoch of one batch would round to none
+            steps = max(steps, 1)
+        steps = min(steps, config.max_steps or steps)
+        if miner is not None:
+            require(miner.every_steps < steps, "finetune.mine.every_epochs", config.mine.every_epochs,
+                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
+        chunk, validation = config.chunk_examples, None
+        if self.corpus.rows("valid/"):
+            questions = validation_questions(
+                self.corpus, "valid", config.valid_candidates, config.valid_examples, loop.seed
+            )
+            validation = Validation(ranker, questions, rank, world) if len(questions) else None
+        return FinetuneTask(
+            ranker=ranker,
+            module=module,
+            batches=batches,
+            steps=steps,
+            optimize=lambda: optimization(
+                loop, module, steps, network.new_weights, network.token_tables
+            ),
+            save=ranker.save,
+            backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
+            validation=validation,
+            miner=miner,
+            before_step=network.before_step,
+            work=lambda batch: {"samples": float(len(batch))},
+        )
+
+    def _check(self, world: int) -> None:
+        """Raises BadInput for settings that do not fit each other, the architecture or the corpus."""
+        config, distill, ranker = self.finetune, self.finetune.distill, self.ranker
+        architecture = f"ranker.architecture {ranker.architecture!r}"
+        require(config.batch_examples >= world, "finetune.batch_examples", config.batch_examples,
+                f"at least the {world} workers")  # fmt: skip
+        if distill.loss == "cosine":
+            require(ranker.has_vectors, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse with {architecture}")  # fmt: skip
+            count = ranker.vectors_per_context
             require(count == 1, "finetune.distill.loss", distill.loss,
                     f"kl, margin_mse, as a context has {count} vectors")  # fmt: skip
             require(distill.over == "batch", "finetune.distill.over", distill.over,
                     "batch with finetune.distill.loss 'cosine'")  # fmt: skip
-        if self.ranker.has_vectors:
+        if distill.loss != "none":
             unused_by = {"candidates": ("batch", "mined"), "batch": ("given",)}[distill.over]
-            require(config.negatives_from not in unused_by, "finetune.distill.loss", distill.loss,
-                    f"'none', with finetune.negatives_from {config.negatives_from!r} and "
-                    f"finetune.distill.over {distill.over!r}")  # fmt: skip
-        else:
-            require(distill.over == "candidates", "finetune.distill.over", distill.over,
-                    f"candidates with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
-        require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
-                distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
-                f"--teaching.over {distill.over}")  # fmt: skip
-
-    def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
-        config = self.finetune
-        if not self.corpus.rows("valid/"):
-            return None
-        questions = validation_questions(
-            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
-        )
-        return Validation(ranker, questions, rank, world) if len(questions) else None
-
-    def _steps(self, per_epoch: int, miner: Miner | None) -> int:
-        """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
-        steps = round(self.finetune.epochs * per_epoch)
-        if self.finetune.epochs:  # half an epoch of one batch would round to none
-            steps = max(steps, 1)
-        steps = min(steps, self.finetune.max_steps or steps)
-        if miner is not None:
-            every_epochs = self.finetune.mine.every_epochs
-            require(miner.every_steps < steps, "finetune.mine.every_epochs", every_epochs,
-                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
-        return steps
+            require(not ranker.has_vectors or config.negatives_from not in unused_by,
+                    "finetune.distill.loss", distill.loss, "'none', with finetune.negatives_from "
+                    f"{config.negatives_from!r} and finetune.distill.over {distill.over!r}")  # fmt: skip
+            require(ranker.has_vectors or distill.over == "candidates", "finetune.distill.over",
+                    distill.over, f"candidates with {architecture}")  # fmt: skip
+            require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
+                    distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
+                    f"--teaching.over {distill.over}")  # fmt: skip
+        if not ranker.has_vectors:
+            require(config.negatives_from in ("batch", "given"), "finetune.negatives_from",
+                    config.negatives_from, f"'batch' or 'given' with {architecture}, which takes "
+                    "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
+            require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
+                    f"0 with {architecture}")  # fmt: skip
+            require(not config.share_negatives, "finetune.share_negatives", True,
+                    f"false with {architecture}, which would score every pair")  # fmt: skip
+        from_corpus = config.negatives_from in ("given", "both")
+        require(not from_corpus or has_values(self.corpus, "candidates"), "finetune.negatives_from",
+                config.negatives_from,
+                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip

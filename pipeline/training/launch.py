@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import io
+import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -18,11 +21,15 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+import torch.distributed as dist
 from ray.train import CheckpointUploadMode
 from ray.util.queue import Queue
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pipeline import progress, storage
-from pipeline.artifact import FileEntry, folder_entries
+from pipeline.artifact import Artifact, FileEntry, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
@@ -32,28 +39,24 @@ from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
-from pipeline.models.precision import Resolved, resolve_precision
+from pipeline.models.precision import Resolved
 from pipeline.storage import node_cache
 from pipeline.storage.failures import cause_of
-from pipeline.training.checkpoints import (
+from pipeline.training.checkpoint import (
+    Cursor,
+    Saved,
     is_sharded,
-    tensors_in,
-    weights_of,
-    write_state,
-)
-from pipeline.training.data_parallel import distribute
-from pipeline.training.distributed import agree_on_precision
-from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
-from pipeline.training.pace import Pace
-from pipeline.training.restarts import RetryMachinesOnly
-from pipeline.training.resuming import (
     last_checkpoint,
     read_saved,
     read_saved_at,
     read_start,
+    tensors_in,
+    weights_of,
     write_saved,
+    write_state,
 )
-from pipeline.training.selection import Selection
+from pipeline.training.loop import Listener, Progress, Selection, Task, agree_on_precision, train
+from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 if TYPE_CHECKING:
@@ -126,12 +129,12 @@ def fit(
     run: Run,
     label: str,
     watch: Watch | None = None,
-    start: str = "",
+    earlier: Artifact | None = None,
 ) -> Trained:
     """Trains on the cluster, or on one rank in this process, and leaves the model in the draft.
 
-    `watch` is called with the steps done and the steps of the run. `start` is the URI of the state of another
-    run (`TRAINING_STATE` of a published model), which this one continues.
+    `watch` is called with the steps done and the steps of the run. `earlier`: a model with the training state
+    of its run, which this run continues.
 
     Checkpoints lie in the draft, so the same job, started again, continues from the last one.
     """
@@ -142,6 +145,7 @@ def fit(
             await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
         attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
         checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
+        start = storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
         spec = WorkerSpec(recipe, workers, threads, draft, attempt, checkpoint, start)
         if executors.current():
             return _fit_in_this_process(spec, show)
@@ -202,28 +206,8 @@ def _fit_in_this_process(spec: WorkerSpec, show: Show) -> Trained:
             storage.delete(uris.pop(0))
 
     with torch.random.fork_rng(devices=[]):
-        rank = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None)
-        metrics, precision = _train_rank(rank)
+        metrics, precision = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None).train()
     return Trained(metrics, uris[-1] if uris else spec.checkpoint, precision)
-
-
-@contextmanager
-def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Show]:
-    """Shows the (step, metrics) of rank 0 as a bar on the driver's terminal, and logs them to MLflow.
-
-    Workers then need neither access to the MLflow server nor its secret, and start a second sooner.
-    """
-    # Whoever watches shows it in a way of their own.
-    with progress.bar(label, steps, unit="step", hidden=watch is not None) as bar:
-
-        def show(step: int, metrics: dict[str, float]) -> None:
-            bar.set_postfix_str(progress_line(metrics), refresh=False)
-            bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
-            run.log(metrics, step)
-            if watch:
-                watch(step, steps)
-
-        yield show
 
 
 _SHOWN = {
@@ -238,14 +222,28 @@ _SHOWN = {
 }
 
 
-def progress_line(metrics: Mapping[str, float]) -> str:
-    """The metrics as one line for a person, beside a bar that shows the steps and the time left."""
-    parts = [
-        f"{label} {form.format(metrics[name])}"
-        for name, (label, form) in _SHOWN.items()
-        if name in metrics and (name != "skipped_steps" or metrics[name])
-    ]
-    return ", ".join(parts)
+@contextmanager
+def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Show]:
+    """Shows the (step, metrics) of rank 0 as a bar on the driver's terminal, and logs them to MLflow.
+
+    Workers then need neither access to the MLflow server nor its secret, and start a second sooner.
+    """
+    # Whoever watches shows it in a way of their own.
+    with progress.bar(label, steps, unit="step", hidden=watch is not None) as bar:
+
+        def show(step: int, metrics: dict[str, float]) -> None:
+            parts = [
+                f"{label} {form.format(metrics[name])}"
+                for name, (label, form) in _SHOWN.items()
+                if name in metrics and (name != "skipped_steps" or metrics[name])
+            ]
+            bar.set_postfix_str(", ".join(parts), refresh=False)
+            bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
+            run.log(metrics, step)
+            if watch:
+                watch(step, steps)
+
+        yield show
 
 
 def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
@@ -262,7 +260,7 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
 
 
 def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], Resolved]:
-    """One worker of Ray Train; returns what `_train_rank` returns."""
+    """One worker of Ray Train; returns what `_Rank.train` returns."""
     context = ray.train.get_context()
     torch.set_num_threads(spec.threads)
     device = best_device()
@@ -278,16 +276,23 @@ def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], Resolved
             delete_local_checkpoint_after_upload=True,
         )
 
-    def send(step: int, metrics: dict[str, float]) -> None:
-        messages.put((step, metrics))
-
     rank, world = context.get_world_rank(), context.get_world_size()
-    return _train_rank(_Rank(spec, rank, world, device, send, keep, _read_ray_checkpoint))
+    return _Rank(
+        spec, rank, world, device, lambda *shown: messages.put(shown), keep, _read_ray_checkpoint
+    ).train()
 
 
-@dataclass(frozen=True)
+def _read_ray_checkpoint() -> Saved | None:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return read_saved(Path(folder))
+
+
+@dataclass
 class _Rank:
-    """One of the processes that train together, and its ways to the driver."""
+    """One of the processes that train together, its reports to the driver, and its checkpoints."""
 
     spec: WorkerSpec
     number: int
@@ -298,104 +303,162 @@ class _Rank:
     keep: Keep
     saved: Callable[[], Saved | None]
     """Reads this attempt's last checkpoint; None: there is none yet."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last ones."""
 
-    def build_task(self) -> Task:
-        return self.spec.recipe.build(self.number, self.world)
+    def train(self) -> tuple[dict[str, float], Resolved]:
+        """Builds the task, restores the last checkpoint, trains, saves; returns the last metrics and the
+        precision."""
+        spec, device = self.spec, self.device
+        if device.type == "cpu":
+            cpu.keep_memory()
+        self._precision = agree_on_precision(spec.recipe.loop.precision, device)
+        loop = replace(spec.recipe.loop, precision=self._precision)
+        recipe = replace(spec.recipe, loop=loop)
+        task = recipe.build(self.number, self.world)
+        prepare_for_training(task.module, device, self._precision)
+        model = distribute(task.module, device, spec.workers.shard_weights)
+        if loop.compile:
+            model = torch.compile(model)  # type: ignore[assignment]
+        listener = Listener(self._report, self._save_checkpoint, self._save_bad_batch)
+        train(task, model, loop, device, self.number, listener, self._resume)
+        sharded = is_sharded(task.module)
+        weights = weights_of(task.module) if sharded else {}  # a collective call
+        if self.number == 0:
+            if sharded:
+                task = recipe.build(self.number, self.world)
+                task.module.load_state_dict(weights)
+            with tempfile.TemporaryDirectory() as folder:
+                task.save(Path(folder))
+                storage.delete(spec.draft.path("_model"))
+                storage.upload(Path(folder), spec.draft.path("_model"))
+        return self.metrics, self._precision
 
-
-def _train_rank(rank: _Rank) -> tuple[dict[str, float], Resolved]:
-    """Builds the rank's task, restores the last checkpoint, trains, saves; returns the last metrics and the
-    precision."""
-    spec, device = rank.spec, rank.device
-    if device.type == "cpu":
-        cpu.keep_memory()
-    precision = agree_on_precision(spec.recipe.loop.precision, device)
-    loop = replace(spec.recipe.loop, precision=precision)
-    spec = replace(spec, recipe=replace(spec.recipe, loop=loop))
-    rank = replace(rank, spec=spec)
-    task = rank.build_task()
-    prepare_for_training(task.module, device, precision)
-    model = distribute(task.module, device, spec.workers.shard_weights)
-    if loop.compile:
-        model = torch.compile(model)  # type: ignore[assignment]
-    reports = _Reports(rank)
-    listener = Listener(reports.progress, reports.checkpoint, reports.save_bad_batch)
-    train(task, model, loop, device, rank.number, listener, reports.resume)
-    sharded = is_sharded(task.module)
-    weights = weights_of(task.module) if sharded else {}  # a collective call
-    if rank.number == 0:
-        if sharded:
-            task = rank.build_task()
-            task.module.load_state_dict(weights)
-        with tempfile.TemporaryDirectory() as folder:
-            task.save(Path(folder))
-            storage.delete(spec.draft.path("_model"))
-            storage.upload(Path(folder), spec.draft.path("_model"))
-    return reports.metrics, precision
-
-
-class _Reports:
-    """The reports of a rank to the driver, and its checkpoints."""
-
-    def __init__(self, rank: _Rank) -> None:
-        self._rank = rank
-        self.metrics: dict[str, float] = {}
-        """The last ones."""
-        self._pace = Pace(rank.device, 0)
-        self._tidied_step = 0
-
-    def resume(self) -> Saved | None:
+    def _resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
-        saved, spec = self._rank.saved(), self._rank.spec
-        if saved is None and spec.checkpoint:
-            saved = read_saved_at(spec.checkpoint)
-        if saved is None and spec.start:
-            saved = read_start(spec.start)
+        saved = self.saved()
+        if saved is None and self.spec.checkpoint:
+            saved = read_saved_at(self.spec.checkpoint)
+        if saved is None and self.spec.start:
+            saved = read_start(self.spec.start)
         step = saved.state["step"] if saved else 0
-        self._tidied_step = step
         self.metrics = {"step": float(step)}
         if saved:  # a finished run that was killed before it published trains no further step
             self.metrics["skipped_steps"] = float(saved.skipped_steps)
-            self.metrics |= Selection.of(saved.state["selection"]).best
-        self._pace = Pace(self._rank.device, step)
+            selection = Selection()
+            selection.load(saved.state["selection"])
+            self.metrics |= selection.best
+        self._tidied_step, self._pace = step, Pace(self.device, step)
         return saved
 
-    def progress(self, progress: Progress) -> None:
-        if self._rank.device.type == "cpu" and progress.step >= self._tidied_step + _STEPS_TO_TIDY:
+    def _report(self, progress: Progress) -> None:
+        if self.device.type == "cpu" and progress.step >= self._tidied_step + _STEPS_TO_TIDY:
             cpu.return_memory()
             self._tidied_step = progress.step
         metrics = {**progress.metrics, **self._pace.measure(progress)}
         if "flops_per_s" in metrics:
-            metrics["mfu"] = metrics.pop("flops_per_s") / (self._rank.world * self._peak)
-        if self._rank.number == 0:
-            self._rank.send(progress.step, metrics)
+            metrics["mfu"] = metrics.pop("flops_per_s") / (self.world * self._peak_flops)
+        if self.number == 0:
+            self.send(progress.step, metrics)
         self.metrics.update(metrics, step=progress.step)
 
     @functools.cached_property
-    def _peak(self) -> float:
+    def _peak_flops(self) -> float:
         """Operations a second of this rank's device; measuring them takes a second."""
-        return peak_flops(
-            self._rank.device,
-            resolve_precision(self._rank.spec.recipe.loop.precision, self._rank.device),
-        ).flops
+        return peak_flops(self.device, self._precision).flops
 
-    def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
-        """Every rank saves its cursor; rank 0 what is the same on all."""
+    def _save_checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        write_saved(folder, state, cursor, self._rank.number, self._rank.world)
-        self._rank.keep(folder, dict(self.metrics))
+        write_saved(folder, state, cursor, self.number, self.world)
+        self.keep(folder, dict(self.metrics))
 
-    def save_bad_batch(self, step: int, batch: Any) -> str:
-        uri = self._rank.spec.draft.path("_bad_batch", f"step-{step}-rank-{self._rank.number}")
+    def _save_bad_batch(self, step: int, batch: Any) -> str:
+        uri = self.spec.draft.path("_bad_batch", f"step-{step}-rank-{self.number}")
         with tempfile.TemporaryDirectory() as folder:
             write_state(tensors_in(batch), Path(folder))
             storage.upload(Path(folder), uri)
         return uri
 
 
-def _read_ray_checkpoint() -> Saved | None:
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return None
-    with checkpoint.as_directory() as folder:
-        return read_saved(Path(folder))
+def distribute(module: nn.Module, device: torch.device, shard: bool) -> nn.Module:
+    """Moves the module and wraps it for its ranks.
+
+    Whole: DistributedDataParallel, where there are several ranks. Sharded: FSDP2, which makes new parameters
+    of the module's own. It moves and shards one layer after the other, so the device never holds the whole
+    module.
+    """
+    if not dist.is_initialized():
+        return module.to(device)
+    if not shard:
+        wrapped: nn.Module = ray.train.torch.prepare_model(module, move_to_device=device)
+        return wrapped
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in list(module.modules()):
+        if isinstance(part, nn.ModuleList):  # the Transformer's layers
+            for layer in part:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+class Pace:
+    """The speed and the peak memory of this process from the creation on: a process that resumed from a
+    checkpoint counts its own steps."""
+
+    def __init__(self, device: torch.device, step: float) -> None:
+        self._device = device
+        self._first_step = self._last_step = step
+        self._seconds = 0.0
+        # Ray gives a process to one task after another.
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with suppress(OSError):  # Linux only; see proc(5)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def measure(self, progress: Progress) -> dict[str, float]:
+        """`mean_steps_per_s`: without validations and checkpoints. `peak_memory_mib`: with them; of a GPU's
+        tensors, or on a CPU of the whole process, libraries included."""
+        self._seconds += (progress.step - self._last_step) / progress.metrics["steps_per_s"]
+        self._last_step = progress.step
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+        if self._device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        return {
+            "mean_steps_per_s": (self._last_step - self._first_step) / self._seconds,
+            "peak_memory_mib": peak_bytes / 2**20,
+        }
+
+
+_PANELS = (
+    ("loss (nats)", ("loss", "mlm_loss", "next_loss", "valid_loss", "valid_mlm_loss", "valid_next_loss")),
+    ("accuracy", ("mlm_accuracy", "next_accuracy", "accuracy", "valid_mlm_accuracy",
+                  "valid_next_accuracy", "valid_r1")),
+    ("learning rate", ("learning_rate",)),
+    ("gradient norm", ("gradient_norm",)),
+)  # fmt: skip
+CURVES = tuple(name for _, names in _PANELS for name in names)
+"""The metrics that `draw_curves` shows."""
+
+
+def draw_curves(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> bytes:
+    """A PNG of curves of (step, value), with a panel for losses, accuracies, the rate and the gradient's
+    norm; validations are dots."""
+    from matplotlib.figure import Figure  # which workers do not need
+
+    panels = [(label, [name for name in names if curves.get(name)]) for label, names in _PANELS]
+    panels = [(label, names) for label, names in panels if names]
+    figure = Figure(figsize=(6.4 * max(1, len(panels)) / 1.6, 3.4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for place, (label, names) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        for name in names:
+            steps, values = zip(*curves[name], strict=True)
+            style = "o-" if name.startswith("valid_") else "-"
+            axes.plot(steps, values, style, markersize=3, linewidth=1, label=name)
+        axes.set_xlabel("step")
+        axes.set_title(label, fontsize=9)
+        axes.legend(fontsize=7)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

@@ -8,38 +8,64 @@ the ranks' cursors. A killed run, once resumed, ends with the same weights as an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config import Stopped
-from pipeline.models.precision import resolve_precision
-from pipeline.training.checkpoints import (
+from pipeline.config import Stopped, require
+from pipeline.models.precision import Precision, Resolved, resolve_precision
+from pipeline.training.checkpoint import (
+    Cursor,
+    Saved,
     load_training_state,
     load_weights,
     training_state,
     weights_of,
 )
-from pipeline.training.meter import UNSAVED, Meter, StepMetrics
-from pipeline.training.optimization import Optimization
-from pipeline.training.selection import Measured, Selection
 from pipeline.training.settings import LoopConfig
 
+ItemT = TypeVar("ItemT")
 Autocast = AbstractContextManager[Any]
-Cursor = Any
-"""JSON-ready: where a rank stands in its batches."""
 
 
+class Weighted(NamedTuple):
+    """A sum and its divisor; a report shows the mean over all steps and ranks."""
+
+    total: Tensor
+    weight: float
+
+
+StepMetrics = Mapping[str, Tensor | Weighted]
+"""Numbers to show by name; a plain tensor is a mean that counts once a step."""
 Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, StepMetrics]]
 """(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a validation."""
+
+    metrics: Mapping[str, float]
+    """By name; "loss" is among them, in nats."""
+    selection: str
+    """The metric that chooses the best weights. If it is equal, the lower loss wins."""
+    higher_is_better: bool = True
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """Greater is better."""
+        value = self.metrics[self.selection]
+        return (value if self.higher_is_better else -value, -self.metrics["loss"])
 
 
 class BatchSource(Protocol):
@@ -68,15 +94,6 @@ class NegativeMiner(Protocol):
         """Takes a `state` back."""
 
 
-def no_hook(step: int) -> None:
-    """The hook of a task that needs none."""
-
-
-def no_work(batch: Any) -> Mapping[str, float]:
-    """The work of a task that counts none."""
-    return {}
-
-
 @dataclass(kw_only=True)
 class Task:
     """The training of one rank."""
@@ -96,10 +113,10 @@ class Task:
     """Measures `module`; a collective call. None: there is nothing to validate on."""
     miner: NegativeMiner | None = None
     """Mines the batches' hard negatives; None: there are none."""
-    before_step: Callable[[int], None] = no_hook
+    before_step: Callable[[int], None] = lambda step: None
     """Called with each step's number, from 0: annealed scales, ranges of quantisation. What it sets
     follows from the step, or lies in the module's buffers: checkpoints hold nothing else of it."""
-    work: Callable[[Any], Mapping[str, float]] = no_work
+    work: Callable[[Any], Mapping[str, float]] = lambda batch: {}
     """The work in a rank's batch, such as {"tokens": 4000.0}; shown per second over all ranks."""
 
 
@@ -114,19 +131,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint: the state, which all ranks share, and the cursor of each rank."""
-
-    state: dict[str, Any]
-    cursors: list[Cursor]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps so far that changed no weights; states of earlier code do not count them."""
-        return int(self.state.get("skipped_steps", 0))
-
-
-@dataclass(frozen=True)
 class Listener:
     """The callbacks of a run."""
 
@@ -135,21 +139,6 @@ class Listener:
     """(state, this rank's cursor), on every rank; the state's tensors go on training afterwards."""
     save_bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
     """(step, batch) → the URI under which the batch was saved."""
-
-
-def validation_steps(task: Task, config: LoopConfig) -> int:
-    """Steps from one validation to the next; 0: none.
-
-    Raises BadInput for settings that need validations if there are none.
-    """
-    if task.validation is None:
-        config.check_unvalidated("where the corpus has no valid split")
-        return 0
-    if config.validate_every_steps:
-        return config.validate_every_steps
-    if not config.validate_every_epochs:
-        return 0
-    return max(1, round(config.validate_every_epochs * task.batches.steps_per_epoch))
 
 
 def train(
@@ -172,30 +161,39 @@ def train(
     validate_every = validation_steps(task, config)
     decay = config.plateau_decay if config.schedule == "plateau" else 1.0
     selection = Selection(decay, config.stop_after_validations, config.keep_weights == "last")
-    step, skipped_steps, cursors = _resume(task, optimization.optimizer, selection, resume)
+    step, skipped_steps, cursors = 0, 0, list[Cursor]()
+    if saved := resume():
+        load_training_state(module, optimization.optimizer, saved.state)
+        selection.load(saved.state["selection"])
+        if task.miner is not None:
+            task.miner.load(saved.state["refresh"])
+        step, skipped_steps, cursors = saved.state["step"], saved.skipped_steps, saved.cursors
+    del saved  # its state is twice the model, and more with the optimizer's moments
     batches = task.batches.start(cursors)
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
-    meter, skipped_in_a_row = Meter(device, skipped_steps), 0
-    cursor: Cursor = None
+    meter, skipped_in_a_row, cursor = Meter(device, skipped_steps), 0, None
     while step < steps and not selection.stop:
         # Before a step, not after one: a longer run that goes on from the last step does it, too.
         if task.miner is not None and step > 0 and step % task.miner.every_steps == 0:
             task.miner()
             batches.close()  # it has prepared some ahead
-            batches = task.batches.start(cursors if cursor is None else _gather_cursors(cursor))
+            batches = task.batches.start(cursors if cursor is None else gather_items([cursor]))
             model.train()
         batch, cursor = meter.time_wait(next, batches)
         rate = (
             optimization.learning_rate * optimization.lr_multiplier(step) * selection.plateau_factor
         )
         optimization.set_rate(rate)
-        torch.manual_seed(_step_seed(config.seed, step, rank))
+        torch.manual_seed(derived_seed(config.seed, step, rank))
         task.before_step(step)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         loss, step_metrics = task.backward(model, batch.to(device), autocast)
         norm = optimization.clip()
-        if _is_finite_on_all_ranks(loss, norm):
+        # All ranks decide alike, so their weights stay the same. It waits for the device, because the step
+        # must be skipped before the weights move.
+        is_finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
+        if reduce_over_ranks(is_finite.int(), dist.ReduceOp.MIN):
             optimization.optimizer.step()
             meter.add({"loss": loss, "gradient_norm": norm, **step_metrics}, task.work(batch))
             skipped_in_a_row = 0
@@ -213,9 +211,8 @@ def train(
         save = step % config.checkpoint_every_steps == 0 or step == steps
         if not (validate or save or step % config.log_every_steps == 0):
             continue
-        metrics = meter.read()
-        unsaved = metrics.pop(UNSAVED)
-        save |= 0 < config.checkpoint_every_minutes <= unsaved
+        metrics, unsaved_minutes = meter.read()
+        save |= 0 < config.checkpoint_every_minutes <= unsaved_minutes
         if validate and task.validation is not None:
             metrics |= selection.update(task.validation(), step, partial(weights_of, module))
             model.train()
@@ -236,41 +233,296 @@ def train(
         load_weights(module, selection.weights)
 
 
-def _resume(
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    selection: Selection,
-    resume: Callable[[], Saved | None],
-) -> tuple[int, int, list[Cursor]]:
-    """Loads the saved state; returns the steps done, those of them that were skipped, and the cursors.
-    Nothing of it stays referenced: the state is twice the model, and more with the optimizer's moments."""
-    saved = resume()
-    if saved is None:
-        return 0, 0, []
-    load_training_state(task.module, optimizer, saved.state)
-    selection.load(saved.state["selection"])
-    if task.miner is not None:
-        task.miner.load(saved.state["refresh"])
-    return saved.state["step"], saved.skipped_steps, saved.cursors
+def validation_steps(task: Task, config: LoopConfig) -> int:
+    """Steps from one validation to the next; 0: none.
+
+    Raises BadInput for settings that need validations if there are none.
+    """
+    if task.validation is None:
+        config.check_unvalidated("where the corpus has no valid split")
+        return 0
+    if config.validate_every_steps or not config.validate_every_epochs:
+        return config.validate_every_steps
+    return max(1, round(config.validate_every_epochs * task.batches.steps_per_epoch))
 
 
-def _is_finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:
-    """Whether the loss and the gradient are finite on all ranks. It waits for the device, because the step
-    must be skipped before the weights move. All ranks decide alike, so their weights stay the same."""
-    finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
+# Decisions by validations
+
+
+@dataclass
+class Selection:
+    """The decisions so far: the rate after a plateau, when to stop, and which weights to keep. Checkpoints
+    hold all of it, so a resumed run decides as an undisturbed one does."""
+
+    decay: float = 1.0
+    """Factor on the rate after a validation whose loss is not below the lowest (ParlAI: 0.4)."""
+    patience: int = 0
+    """Stop after this many validations without a better one; 0: never."""
+    keep_last: bool = False
+    """Each validation counts as the best so far, and the last weights are the result."""
+    plateau_factor: float = 1.0
+    """The current factor on the rate."""
+    lowest_loss: float = math.inf
+    best_merit: tuple[float, float] = (-math.inf, -math.inf)
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics of the best validation."""
+    best_step: int = 0
+    without_better: int = 0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """The weights of the best validation, on the CPU; empty before the first, and with `keep_last`."""
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The metrics of the best validation, to show; empty before the first one."""
+        if not self.best_metrics:
+            return {}
+        best = {f"best_valid_{name}": value for name, value in self.best_metrics.items()}
+        return {**best, "best_step": float(self.best_step)}
+
+    @property
+    def stop(self) -> bool:
+        return not self.keep_last and 0 < self.patience <= self.without_better
+
+    def update(
+        self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Adds a validation; returns the metrics to show.
+
+        `weights` copies the measured weights. It is called if they are the best so far; all ranks decide that
+        alike.
+        """
+        if measured.metrics["loss"] < self.lowest_loss:
+            self.lowest_loss = measured.metrics["loss"]
+        else:
+            self.plateau_factor *= self.decay
+        self.without_better += 1
+        if self.keep_last or measured.merit > self.best_merit:
+            self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
+            self.best_step, self.without_better = step, 0
+            self.weights = {} if self.keep_last else weights()
+        return {f"valid_{name}": value for name, value in measured.metrics.items()} | self.best
+
+    def state(self) -> dict[str, Any]:
+        settings = ("decay", "patience", "keep_last")
+        return {name: value for name, value in vars(self).items() if name not in settings}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes a `state` back; earlier code called the factor on the rate `share`."""
+        names = {"share": "plateau_factor"}
+        vars(self).update({names.get(name, name): value for name, value in state.items()})
+        if self.decay == 1.0:  # a run that goes on by a schedule without plateaus
+            self.plateau_factor = 1.0
+        self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
+        weights = {} if self.keep_last else self.weights
+        self.weights = {name: value.cpu() for name, value in weights.items()}
+
+
+# The optimizer, the learning rate of each step, and the limit on gradients
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """The optimizer of a task, and the functions that the loop calls at each step."""
+
+    optimizer: torch.optim.Optimizer
+    """A group's rate is `learning_rate · lr_multiplier(step)`, times the group's "factor" if it has one."""
+    learning_rate: float
+    """The peak."""
+    lr_multiplier: Callable[[int], float]
+    """The learning rate of a step (from 0) as a share of the peak."""
+    clip: Callable[[], Tensor]
+    """Limits the gradients in place and returns their norm before, a scalar on their device."""
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("factor", 1.0)
+
+
+def optimization(
+    config: LoopConfig,
+    module: nn.Module,
+    steps: int,
+    new_weights: Iterable[nn.Parameter] = (),
+    token_tables: Collection[nn.Parameter] = (),
+) -> Optimization:
+    """The optimization by the settings, for the parameters of `module` that are trained.
+
+    `new_weights` start at random and learn `head_lr_factor` times as fast. `token_tables`: the
+    tables that the setting of that name is about.
+
+    Raises BadInput where that setting needs some and there are none.
+    """
+    parameters = [value for value in module.parameters() if value.requires_grad]
+    treats_apart = config.token_tables == "apart"
+    require(not treats_apart or bool(token_tables), "loop.token_tables", config.token_tables,
+            "'as_all' with this model")  # fmt: skip
+
+    def clip() -> Tensor:
+        if not treats_apart:
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_gradient_norm)
+            return (
+                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            )  # of sharded weights
+        gradients = [value.grad for value in parameters if value.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        nn.utils.clip_grad_norm_(token_tables, config.max_gradient_norm)
+        for table in token_tables:
+            if table.grad is not None:
+                # The gradient of decay · w² / 2 over the rows that have a gradient. AdaDelta would move all
+                # other rows too, as fast as these: it divides a gradient by its own size.
+                is_used_V1 = (table.grad != 0).any(dim=1, keepdim=True)
+                table.grad.addcmul_(table.detach(), is_used_V1, value=config.weight_decay)
+        return norm
+
+    new_ids, table_ids = {id(value) for value in new_weights}, {id(value) for value in token_tables}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        decays = parameter.dim() > 1 and not (treats_apart and id(parameter) in table_ids)
+        decay = config.weight_decay if decays else 0.0
+        factor = config.head_lr_factor if id(parameter) in new_ids else 1.0
+        groups.setdefault((decay, factor), []).append(parameter)
+    param_groups: list[dict[str, Any]] = [
+        {"params": members, "weight_decay": decay, "factor": factor}
+        for (decay, factor), members in groups.items()
+    ]
+    common: dict[str, Any] = {"lr": config.learning_rate, "eps": config.epsilon}
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "adadelta":
+        optimizer = torch.optim.Adadelta(param_groups, rho=config.betas[0], **common)
+    elif config.optimizer == "adamax":
+        optimizer = torch.optim.Adamax(param_groups, betas=config.betas, **common)
+    else:
+        optimizer = torch.optim.AdamW(param_groups, betas=config.betas, fused=True, **common)
+    return Optimization(
+        optimizer, config.learning_rate, lambda step: lr_multiplier(step, steps, config), clip
+    )
+
+
+def warmup_of(config: LoopConfig, steps: int) -> int:
+    """Steps of warm-up, at least 1."""
+    share = config.warmup_steps * steps if config.warmup_steps < 1 else config.warmup_steps
+    return max(1, round(share))
+
+
+def lr_multiplier(step: int, steps: int, config: LoopConfig) -> float:
+    """The learning rate of a step (from 0) of `steps` as a share of the peak."""
+    warmup = warmup_of(config, steps)
+    if step < warmup:
+        initial = config.initial_rate_share
+        return initial + (1 - initial) * (step + 1) / (warmup + 1)
+    final = config.final_rate_share
+    remaining = (steps - step) / max(1, steps - warmup + 1)  # 1 at the peak, 0 after the last step
+    if config.schedule == "linear":
+        return final + (1 - final) * remaining
+    if config.schedule == "cosine":
+        return final + (1 - final) * (1 - math.cos(math.pi * min(1.0, remaining))) / 2
+    if config.schedule == "inverse_sqrt":
+        return math.sqrt(warmup / (step + 1))
+    if config.schedule == "wsd":
+        decay = max(1, round(config.decay_share * steps))
+        return final + (1 - final) * min(1.0, (steps - step) / (decay + 1))
+    return 1.0
+
+
+# Numbers to show
+
+
+class Meter:
+    """Means of numbers over steps and ranks between two reports, without waiting for the device at each
+    step."""
+
+    def __init__(self, device: torch.device, skipped: int = 0) -> None:
+        self._device = device
+        self.skipped = skipped
+        """Steps of the whole run that changed nothing."""
+        self.restart()
+        self.mark_saved()
+
+    def mark_saved(self) -> None:
+        """Notes the time of a checkpoint."""
+        self._saved = time.perf_counter()
+
+    def restart(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, float] = {}
+        self._work: dict[str, float] = {}
+        self._steps, self._waited_s, self._began = 0, 0.0, time.perf_counter()
+
+    def time_wait(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Calls `function` and counts its time as waiting for data."""
+        began = time.perf_counter()
+        result = function(argument)
+        self._waited_s += time.perf_counter() - began
+        return result
+
+    def add(self, metrics: StepMetrics, work: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            total, weight = value if isinstance(value, Weighted) else (value, 1.0)
+            total = total.detach()
+            self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+        for name, amount in work.items():
+            self._work[name] = self._work.get(name, 0.0) + amount
+        self._steps += 1
+
+    def skip(self) -> None:
+        """A step that changed nothing."""
+        self._steps += 1
+        self.skipped += 1
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """(the means and the rates per second since the last call, and all skipped steps; minutes since
+        `mark_saved`).
+
+        A collective call; ranks may have shown different names.
+        """
+        names, work = (sorted(set(gather_items(list(shown)))) for shown in (self._sums, self._work))
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        numbers = torch.stack([
+            *(self._sums.get(name, zero).double() for name in names),
+            *(zero + self._weights.get(name, 0.0) for name in names),
+            *(zero + self._work.get(name, 0.0) for name in work),
+            zero + (time.perf_counter() - self._saved) / 60,
+            zero + 1,
+        ])  # fmt: skip
+        *values, minutes, ranks = reduce_over_ranks(numbers).tolist()
+        seconds = time.perf_counter() - self._began
+        n = len(names)
+        means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
+        rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
+        # All ranks wait for the one whose data comes last.
+        waited = reduce_over_ranks(zero + self._waited_s / seconds, dist.ReduceOp.MAX)
+        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": waited.item()}
+        self.restart()
+        return {**means, **rates, **speed, "skipped_steps": float(self.skipped)}, minutes / ranks
+
+
+# What ranks share. All of these are collective calls; without a process group there is one rank.
+
+
+def reduce_over_ranks(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum over all ranks, or what `operation` makes of them, in place."""
     if dist.is_initialized():
-        finite = finite.int()
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-    return bool(finite)
+        dist.all_reduce(values, operation)
+    return values
 
 
-def _gather_cursors(cursor: Cursor) -> list[Cursor]:
-    if not dist.is_initialized():
-        return [cursor]
-    cursors: list[Cursor] = [None] * dist.get_world_size()
-    dist.all_gather_object(cursors, cursor)
-    return cursors
+def gather_items(items: list[ItemT]) -> list[ItemT]:
+    """The items of all ranks, in the order of ranks, on each rank. Ranks may have different numbers of
+    them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return items
+    parts: list[list[ItemT]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
 
 
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint32)[0])
+def agree_on_precision(name: Precision, device: torch.device) -> Resolved:
+    """What `name` stands for on the hardware of all ranks: bf16 where each of them computes in it."""
+    is_bf16 = torch.tensor(int(resolve_precision(name, device) == "bf16"), device=device)
+    return "bf16" if reduce_over_ranks(is_bf16, dist.ReduceOp.MIN) else "fp32"
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed of its own for each sequence of numbers, which are 0 or more."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])

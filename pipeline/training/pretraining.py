@@ -3,7 +3,7 @@
 The next utterance is told from a random one where both stand in a pair (NUP), or from the other responses
 of the micro-batch by the vectors of texts that are encoded alone (contrastive).
 
-A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all
+A step is one micro-batch of every lane (pretraining_data.py). Each loss is the sum over all
 micro-batches of all workers, divided by the number of their predictions, so the number of workers does not
 change the objective.
 """
@@ -11,14 +11,12 @@ change the objective.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import BadInput, require
@@ -28,85 +26,53 @@ from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.training.loop import Autocast, Task
-from pipeline.training.meter import StepMetrics, Weighted
-from pipeline.training.optimization import optimization
-from pipeline.training.pretraining_batches import (
-    MicroBatch,
-    PretrainingBatches,
-    StepBatch,
-    validation_batches,
+from pipeline.training.loop import (
+    Autocast,
+    Measured,
+    StepMetrics,
+    Task,
+    Weighted,
+    derived_seed,
+    optimization,
+    reduce_over_ranks,
 )
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.selection import Measured
-from pipeline.training.settings import LoopConfig
+from pipeline.training.losses import gradient_sync
+from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches, StepBatch
+from pipeline.training.settings import LoopConfig, PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 
-class _Accumulation:
+def _accumulate(
+    seed: int, model: nn.Module, batch: StepBatch, autocast: Autocast
+) -> tuple[Tensor, StepMetrics]:
     """The loss of a step and its gradients, micro-batch by micro-batch."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._step = 0
-
-    def before_step(self, step: int) -> None:
-        self._step = step
-
-    def __call__(
-        self, model: nn.Module, batch: StepBatch, autocast: Autocast
-    ) -> tuple[Tensor, StepMetrics]:
-        predicted = sum(part.predicted_count for part in batch.parts)
-        pairs = sum(part.pair_count for part in batch.parts)
-        device = batch.parts[0].tokens.ids_BT.device
-        total_predicted, total_pairs, world = _sum_over_ranks(predicted, pairs, device)
-        total = torch.zeros(len(PretrainingSums._fields), device=device)
-        loss = torch.zeros((), device=device)
-        for number, (lane, part) in enumerate(zip(batch.lanes, batch.parts, strict=True)):
-            torch.manual_seed(_lane_seed(self._seed, self._step, lane))
-            with _gradient_sync(model, is_last=number == len(batch.parts) - 1):
-                with autocast:
-                    sums: PretrainingSums = model(*part.model_inputs)
-                # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
-                share = sums.mlm_sum / max(1, total_predicted) + sums.next_sum / max(1, total_pairs)
-                torch.autograd.backward(share * world)
-            loss += share.detach() * world
-            total += torch.stack([value.detach() for value in sums])
-        step_sums = PretrainingSums(*total)
-        metrics: dict[str, Weighted] = {}
-        if predicted:
-            metrics["mlm_loss"] = Weighted(step_sums.mlm_sum, predicted)
-            metrics["mlm_accuracy"] = Weighted(step_sums.mlm_hits, predicted)
-        if pairs:
-            metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
-            metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
-        return loss, metrics
-
-
-def _sum_over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
-    """(predicted tokens, pairs) of a step over all ranks, and the number of ranks."""
-    if not dist.is_initialized():
-        return predicted, pairs, 1
-    counts = torch.tensor([predicted, pairs], dtype=torch.float64, device=device)
-    dist.all_reduce(counts)
-    total_predicted, total_pairs = counts.tolist()
-    return total_predicted, total_pairs, dist.get_world_size()
-
-
-def _gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
-    """Ranks exchange gradients with the last micro-batch of a step only."""
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(is_last)
-        return nullcontext()
-    context: AbstractContextManager[Any] = (
-        nullcontext() if is_last else getattr(model, "no_sync", nullcontext)()
-    )
-    return context
-
-
-def _lane_seed(seed: int, step: int, lane: int) -> int:
-    """The seed of dropout: the same for a micro-batch, whichever worker computes it."""
-    return int(np.random.SeedSequence([seed, step, lane, 1]).generate_state(1, np.uint32)[0])
+    predicted = sum(part.predicted_count for part in batch.parts)
+    pairs = sum(part.pair_count for part in batch.parts)
+    device = batch.parts[0].tokens.ids_BT.device
+    counts = torch.tensor([predicted, pairs, 1], dtype=torch.float64, device=device)
+    total_predicted, total_pairs, world = reduce_over_ranks(counts).tolist()
+    total = torch.zeros(len(PretrainingSums._fields), device=device)
+    loss = torch.zeros((), device=device)
+    for number, (lane, part) in enumerate(zip(batch.lanes, batch.parts, strict=True)):
+        # Dropout is the same for a micro-batch, whichever worker computes it.
+        torch.manual_seed(derived_seed(seed, batch.step, lane, 1))
+        with gradient_sync(model, is_last=number == len(batch.parts) - 1):
+            with autocast:
+                sums: PretrainingSums = model(*part.model_inputs)
+            # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
+            share = sums.mlm_sum / max(1, total_predicted) + sums.next_sum / max(1, total_pairs)
+            torch.autograd.backward(share * world)
+        loss += share.detach() * world
+        total += torch.stack([value.detach() for value in sums])
+    step_sums = PretrainingSums(*total)
+    metrics: dict[str, Weighted] = {}
+    if predicted:
+        metrics["mlm_loss"] = Weighted(step_sums.mlm_sum, predicted)
+        metrics["mlm_accuracy"] = Weighted(step_sums.mlm_hits, predicted)
+    if pairs:
+        metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
+        metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
+    return loss, metrics
 
 
 @dataclass(frozen=True)
@@ -135,23 +101,20 @@ class PretrainingValidation:
                 sums = self.model(*batch.model_inputs)
             if number < len(self.batches):
                 total += torch.stack([value.double() for value in sums])
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return Measured(_metrics(PretrainingSums(*total)), "loss", higher_is_better=False)
-
-
-def _metrics(sums: PretrainingSums) -> dict[str, float]:
-    metrics = {"loss": 0.0}
-    if sums.mlm_count:
-        mlm_loss = float(sums.mlm_sum / sums.mlm_count)
-        metrics |= {"mlm_loss": mlm_loss, "perplexity": float(np.exp(mlm_loss)),
-                  "mlm_accuracy": float(sums.mlm_hits / sums.mlm_count)}  # fmt: skip
-        metrics["loss"] += mlm_loss
-    if sums.pairs:
-        next_loss = float(sums.next_sum / sums.pairs)
-        metrics |= {"next_loss": next_loss, "next_accuracy": float(sums.next_hits / sums.pairs)}
-        metrics["loss"] += next_loss
-    return metrics
+        mlm_sum, predicted, mlm_hits, next_sum, next_hits, pairs = reduce_over_ranks(total).tolist()
+        metrics = {"loss": 0.0}
+        if predicted:
+            loss = mlm_sum / predicted
+            metrics |= {
+                "mlm_loss": loss,
+                "perplexity": float(np.exp(loss)),
+                "mlm_accuracy": mlm_hits / predicted,
+            }
+            metrics["loss"] += loss
+        if pairs:
+            metrics |= {"next_loss": next_sum / pairs, "next_accuracy": next_hits / pairs}
+            metrics["loss"] += metrics["next_loss"]
+        return Measured(metrics, "loss", higher_is_better=False)
 
 
 @dataclass(frozen=True)
@@ -210,9 +173,9 @@ class Pretraining:
         config, seed = self.pretrain, self.loop.seed
         model, _ = self.model()
         tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
-        valid_batches = validation_batches(self.corpora, self.weights, config, seed)
+        batches = PretrainingBatches(self.corpora, self.weights, config, rank, world, seed)
+        valid_batches = batches.validation()
         cost = TrainingFlops.of(model.encoder, model.mlm)
-        accumulation = _Accumulation(seed)
 
         def save(folder: Path) -> None:
             model.save(folder, with_next_head=config.random_pairs)
@@ -228,18 +191,13 @@ class Pretraining:
 
         return Task(
             module=model,
-            batches=PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed),
+            batches=batches,
             steps=config.steps,
             optimize=lambda: optimization(self.loop, model, config.steps),
-            backward=accumulation,
-            before_step=accumulation.before_step,
+            backward=partial(_accumulate, seed),
             save=save,
             validation=PretrainingValidation(model, valid_batches, rank, world, self.loop)
             if valid_batches
             else None,
             work=work,
         )
-
-    def tokens(self) -> int:
-        """Tokens of the train splits."""
-        return sum(corpus.train_tokens for corpus in self.corpora)

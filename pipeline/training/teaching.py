@@ -4,7 +4,7 @@
         over candidates  `teacher_scores` list<float>: one for each of `candidates`, the mean of the
                          teachers'; null where a row has none
         over batch       `teacher_context` and `teacher_response`, a vector each (TEACHER_CONTEXT in
-                         examples.py)
+                         data.py)
     valid/…, test/…      as they are, these columns null
 
 Scores are logits of a softmax over candidates, so their mean stands for the geometric mean of the teachers'
@@ -35,9 +35,16 @@ from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import read_settings
-from pipeline.training.batches import ExampleRow
-from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
-from pipeline.training.negatives import RightAnswers, highest_allowed, right_answers
+from pipeline.training.data import (
+    TEACHER,
+    TEACHER_COLUMNS,
+    TEACHER_CONTEXT,
+    TEACHER_RESPONSE,
+    ExampleRow,
+    RightAnswers,
+    right_answers,
+)
+from pipeline.training.negatives import highest_allowed
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
@@ -70,25 +77,26 @@ def score(
     }  # fmt: skip
 
     def make() -> Work[TaskRecord]:
-        device = best_device()
-        rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+        rankers = _load(teachers)
 
         def work(draft: Draft, name: str, shard: dict[str, Any]) -> TaskRecord:
-            return _score_shard(
-                draft, shard, [rankers[number] for number in shard["teachers"]], config
-            )
+            return _score_shard(draft, shard, [rankers[n] for n in shard["teachers"]], config)
 
         return work
 
     return run_tasks_on_actors(draft, tasks, make, "score candidates", TaskRecord, actors)
 
 
+def _load(teachers: Sequence[Artifact]) -> list[Ranker]:
+    device = best_device()
+    return [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+
+
 def estimate(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> cost.Estimate:
     """Estimates the cost: scores a few rows of the first shard in this process to measure a rate."""
-    device = best_device()
-    rankers = [inference.prepare(load_ranker(teacher.local()), device) for teacher in teachers]
+    rankers = _load(teachers)
     files = corpus.files("train/", ".parquet")
     with storage.open_input(files[0]) as stream:
         rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()
@@ -194,10 +202,8 @@ def _parts(rows: list[RowT]) -> Iterator[list[RowT]]:
 
 
 def _add_vectors(rows: list[ExampleRow], ranker: Ranker, batch_tokens: int) -> None:
-    texts = [row["response"] for row in rows]
-    vectors_BMD, _ = inference.context_vectors(
-        ranker, [row["context"] for row in rows], batch_tokens
-    )
+    contexts, texts = ([row[name] for row in rows] for name in ("context", "response"))
+    vectors_BMD, _ = inference.context_vectors(ranker, contexts, batch_tokens)
     contexts_BD = ranker.loss_scale * vectors_BMD[:, 0]
     responses_BD = inference.candidate_vectors(ranker, texts, batch_tokens)
     for name, vectors in ((TEACHER_CONTEXT, contexts_BD), (TEACHER_RESPONSE, responses_BD)):
@@ -225,7 +231,7 @@ def _add_candidates(
     if config.hardest_of:
         dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        pairs = list(zip(rows, negatives_of_rows, strict=True))
+        pairs = zip(rows, negatives_of_rows, strict=True)
         candidates = [[row["response"], *negatives] for row, negatives in pairs]
         scores = own_scores(dual, contexts, candidates, config.batch_tokens)
         for (right_score, *wrong_scores), negatives in zip(scores, negatives_of_rows, strict=True):
@@ -239,8 +245,7 @@ def _add_candidates(
 
 
 def _add_scores(rows: list[ExampleRow], rankers: Sequence[Ranker], batch_tokens: int) -> None:
-    contexts = [row["context"] for row in rows]
-    candidates = [row["candidates"] for row in rows]
+    contexts, candidates = ([row[name] for row in rows] for name in ("context", "candidates"))
     scores_of_rankers = [
         own_scores(ranker, contexts, candidates, batch_tokens, as_in_loss=True)
         for ranker in rankers

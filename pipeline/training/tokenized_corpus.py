@@ -36,12 +36,11 @@ from pipeline.engine.run import run_tasks
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.storage import npy
-from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.settings import TOKENS, TokenizeConfig
 
 _COUNTS = "token_counts.npy"
-_TASK_COUNTS = (
-    "_token_counts"  # the draft drops folders whose names begin with "_" when it is published
-)
+# The draft drops folders whose names begin with "_" when it is published.
+_TASK_COUNTS = "_token_counts"
 _TOKENIZER = "tokenizer"
 _SPLITS: tuple[Split, ...] = ("train", "valid")
 _COLUMNS = ["context", "response", "group_id"]
@@ -161,11 +160,16 @@ def tokenize(
         total_V += npy.from_bytes(storage.read_bytes(draft.path(_TASK_COUNTS, f"{task}.npy")))
     files = [entry for record in records for entry in record.files]
     files.append(draft.write_file(_COUNTS, npy.to_bytes(total_V)))
-    tokenizer_files, version = _write_tokenizer(draft, source)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / _TOKENIZER
+        Tokenizer.load(source.local()).save(folder)
+        storage.upload(folder.parent, draft.staging)
+        files += folder_entries(folder.parent)
+        version = digest([file_entry("", (folder / "tokenizer.json").read_bytes())["sha256"]])
     facts = {"vocabulary": asdict(vocabulary), "tokenizer_version": version}
     counts = sum_counts(record.counts for record in records)
     dropped = sum_counts(record.dropped for record in records)
-    return Tokenized([*files, *tokenizer_files], counts, dropped, facts)
+    return Tokenized(files, counts, dropped, facts)
 
 
 def estimate(corpus: Artifact, source: Source, config: TokenizeConfig) -> cost.Estimate:
@@ -261,25 +265,14 @@ def _tokenize_rows(
             continue
         pairs.append((context[1:-1], response[1:-1]))
         groups.append(group)
-    table = pa.table(
-        {
-            "context": pa.array([context for context, _ in pairs], pa.list_(kind)),
-            "response": pa.array([response for _, response in pairs], pa.list_(kind)),
-        }
-    )
-    return table, groups
+    columns = {
+        "context": pa.array([context for context, _ in pairs], pa.list_(kind)),
+        "response": pa.array([response for _, response in pairs], pa.list_(kind)),
+    }
+    return pa.table(columns), groups
 
 
 @functools.lru_cache(maxsize=2)
 def _load(folder: Path) -> Tokenizer:
     """Once for all tasks of a process."""
     return Tokenizer.load(folder)
-
-
-def _write_tokenizer(draft: Draft, source: Source) -> tuple[list[FileEntry], str]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / _TOKENIZER
-        Tokenizer.load(source.local()).save(folder)
-        storage.upload(folder.parent, draft.staging)
-        version = digest([file_entry("", (folder / "tokenizer.json").read_bytes())["sha256"]])
-        return folder_entries(folder.parent), version

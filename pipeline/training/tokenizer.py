@@ -25,7 +25,7 @@ from pipeline.models.convert.files import save_counts, save_vectors
 from pipeline.models.convert.start import rarity
 from pipeline.models.convert.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
-from pipeline.training.examples import (
+from pipeline.training.data import (
     TEACHER_CONTEXT,
     TEACHER_RESPONSE,
     has_values,
@@ -74,11 +74,21 @@ def learn(
     share = -(-config.max_examples // len(corpora))
 
     def texts() -> Iterator[str]:
+        """The newest turn of each context and the response: every comment once or twice, not ten times."""
         for corpus in corpora:
-            yield from _texts(corpus, share)
+            for row in _rows(corpus, share):
+                yield row["context"][-1]
+                yield row["response"]
 
     if config.kind == "subwords":
-        learnt_subwords = _count_holding(_subwords(texts, config), texts)
+        pieces, holding, text_count = _subwords(texts, config), Counter[int](), 0
+        subwords = Subwords(pieces, buckets=1)
+        for text in itertools.islice(texts(), _COUNTED_TEXTS):
+            holding.update(set(subwords.ids(text)))
+            text_count += 1
+        learnt_subwords = LearntSubwords(
+            pieces, [holding[n] for n in range(len(pieces))], text_count
+        )
         return _fit_vectors(learnt_subwords, corpora, share) if config.vectors else learnt_subwords
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     learnt = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
@@ -214,15 +224,6 @@ def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> li
     return sorted(ids, key=lambda piece: ids[piece])
 
 
-def _count_holding(pieces: list[str], texts: Callable[[], Iterator[str]]) -> LearntSubwords:
-    subwords = Subwords(pieces, buckets=1)
-    holding, text_count = Counter[int](), 0
-    for text in itertools.islice(texts(), _COUNTED_TEXTS):
-        holding.update(set(subwords.ids(text)))
-        text_count += 1
-    return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], text_count)
-
-
 def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact], share: int) -> LearntSubwords:
     """By the first examples of each train split that a teacher has encoded.
 
@@ -232,9 +233,12 @@ def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact], share: int) ->
     share = _taught_share(share, len(corpora))
     rows, stored = list[list[int]](), list[bytes]()
     for corpus in corpora:
-        for batch in _batches(corpus, share, [TEACHER_CONTEXT, TEACHER_RESPONSE]):
-            for row in batch:
-                for text, vector in _taught_texts(row):
+        for row in _rows(corpus, share, [TEACHER_CONTEXT, TEACHER_RESPONSE]):
+            taught = [(row["response"], row.get(TEACHER_RESPONSE))]
+            if len(row["context"]) == 1:  # one of several turns has a vector of all together
+                taught.insert(0, (row["context"][0], row.get(TEACHER_CONTEXT)))
+            for text, vector in taught:
+                if vector:
                     ids = subwords.ids(text)
                     rows.append([number for number in ids if number < len(learnt)])
                     stored.append(vector)
@@ -251,14 +255,6 @@ def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact], share: int) ->
     return replace(learnt, vectors_VE=bag.fit(rows, teacher_NE, log_weight_V))
 
 
-def _taught_texts(row: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """The texts of an example and their vectors. A context of several turns has one of all together."""
-    if len(row["context"]) == 1 and row.get(TEACHER_CONTEXT):
-        yield row["context"][0], row[TEACHER_CONTEXT]
-    if row.get(TEACHER_RESPONSE):
-        yield row["response"], row[TEACHER_RESPONSE]
-
-
 def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:
     if isinstance(learnt, LearntSubwords):
         save_vocabulary(learnt.pieces, folder)
@@ -269,24 +265,16 @@ def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None
         learnt.save_pretrained(str(folder))
 
 
-def _texts(corpus: Artifact, max_examples: int) -> Iterator[str]:
-    """The newest turn of each context and the response: every comment once or twice, not ten times."""
-    for rows in _batches(corpus, max_examples):
-        for row in rows:
-            yield row["context"][-1]
-            yield row["response"]
-
-
-def _batches(
+def _rows(
     corpus: Artifact, max_examples: int, columns: Sequence[str] = ()
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[dict[str, Any]]:
     """The first examples of the train split: context, response, and `columns`."""
     remaining = max_examples
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
             names = ["context", "response", *columns]
             for batch in pq.ParquetFile(stream).iter_batches(columns=names):
-                yield batch.slice(0, remaining).to_pylist()
+                yield from batch.slice(0, remaining).to_pylist()
                 remaining -= min(remaining, batch.num_rows)
                 if not remaining:
                     return

@@ -178,7 +178,9 @@ class PoolVersion(BaseModel):
 class RankResponse(BaseModel):
     """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
     scored the best rows of a pool again. `certified`: whether this is provably the exact top k; with a
-    second stage: whether it scored provably the exact best. `milliseconds`: the replica's time.
+    second stage: whether it scored provably the exact best. `context_tokens`: tokens of the context that
+    were read; a context longer than `limits.max_context_tokens` of /info is cut. `milliseconds`: the
+    replica's time.
     `explanation`: only with `explain`, and if there are results."""
 
     results: list[Result]
@@ -186,6 +188,7 @@ class RankResponse(BaseModel):
     model: str
     second_stage: str | None = None
     pool: PoolVersion | None
+    context_tokens: int = 0
     milliseconds: float
     explanation: Explanation | None = None
 
@@ -410,6 +413,7 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
         model=engine.model.fingerprint,
         second_stage=answer.second_stage,
         pool=_pool_version(answer) if answer.pool else None,
+        context_tokens=answer.context_tokens,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,
     )

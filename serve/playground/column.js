@@ -152,6 +152,8 @@ export class Column {
       answer.certified
         ? element("span", { class: "certified" }, `exact search: ${proved}`)
         : element("span", {}, "approximate search: a better one may be missing"),
+      ...(answer.context_tokens >= (this.info?.limits.max_context_tokens ?? Infinity)
+        ? [element("span", { class: "cut" }, `reads ${answer.context_tokens} tokens; a longer text is cut`)] : []),
       element("span", { class: "time", title: `${milliseconds.format(answer.round)} ms with the way there and back` },
         `${milliseconds.format(answer.milliseconds)} ms`));
   }

@@ -223,14 +223,15 @@ class Cluster:
     def serve_deploy(self, file: Path) -> None:
         """`serve deploy`, which returns before the service runs; then waits until it does."""
         self.run(sys.executable, "-m", "ray.serve.scripts", "deploy", str(file), "-a", self.address)
-        (name,) = [each["name"] for each in yaml.safe_load(file.read_text())["applications"]]
+        names = [each["name"] for each in yaml.safe_load(file.read_text())["applications"]]
 
-        def is_running() -> bool:
-            application = self.application(name)
-            assert application["status"] != "DEPLOY_FAILED", application["message"]
-            return application["status"] == "RUNNING"
+        def are_running() -> bool:
+            applications = [self.application(name) for name in names]
+            for application in applications:
+                assert application["status"] != "DEPLOY_FAILED", application["message"]
+            return all(application["status"] == "RUNNING" for application in applications)
 
-        until(is_running)
+        until(are_running)
 
     def application(self, name: str) -> Any:
         """What Serve says about an application."""
@@ -373,6 +374,24 @@ def test_a_second_stage_scores_again(cluster, example, model, tiny_ranker):
     cross = tiny_ranker("cross")
     example("second-stage", {".demo/rankers/cross": cross.uri})
     assert require_ranking(rank(cluster.port), model)["second_stage"] == cross.fingerprint
+
+
+@pytest.mark.long
+def test_two_models_answer_below_their_paths(cluster, example, model, tiny_ranker, tiny_pool):
+    other = tiny_ranker("bi")
+    articles = {
+        ".demo/rankers/articles": other.uri,
+        ".demo/pools/articles": tiny_pool(other, name="articles"),
+    }
+    example("two-models", articles)
+    for path, served in (("replies", model), ("articles", other)):
+        context = {**CONTEXT, "pool": path}
+        require_ranking(ask(cluster.port, "POST", f"/{path}/rank", context), served)
+        with Client(f"http://127.0.0.1:{cluster.port}/{path}") as client:
+            assert client.info()["model"]["fingerprint"] == served.fingerprint
+        with urlopen(f"http://127.0.0.1:{cluster.port}/{path}/") as answer:
+            page = answer.read().decode()
+        assert "<title>" in page
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from jobs import pretrain as pretrain_job
 from jobs.benchmarks import pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
 from jobs.benchmarks.pretraining_peers import bare_step
-from pipeline.training.optimization import optimization
+from pipeline.training.loop import optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from jobs import __main__ as command
 from jobs import program
+from tests.helpers import job_command
 
 ROOT = Path(__file__).parents[2]
 JOBS = {file.stem for file in (ROOT / "jobs").glob("*.py") if "program.main(" in file.read_text()}
@@ -111,3 +115,57 @@ def test_a_job_is_run(polyrank, tmp_path):
     code, _, error = polyrank("prepare_corpus", *arguments)
     assert code == 2
     assert "pairs.context_column: 'context' is not allowed" in error
+
+
+def in_terminal(*words: object) -> tuple[int, str]:
+    """(exit code, what a person sees)"""
+    person, terminal = pty.openpty()
+    process = subprocess.Popen([*map(str, words)], stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    seen = b""
+    with suppress(OSError):  # Linux says so when the last writer has left
+        while data := os.read(person, 4096):
+            seen += data
+    os.close(person)
+    return process.wait(), seen.decode()
+
+
+def test_a_person_reads_words_and_a_program_json(tmp_path, tiny_ranker):
+    options = ("--model", tiny_ranker("bi").uri, "--to", "sentence-transformers", "--output")
+    code, seen = in_terminal(*job_command("convert_model", *options, tmp_path / "a"))
+    assert code == 0
+    last_line = seen.splitlines()[-1]
+    assert last_line.startswith("convert_model: done") and str(tmp_path / "a") in last_line
+    assert '{"job"' not in seen
+    code, seen = in_terminal(*job_command("convert_model", "--output", tmp_path / "a"))
+    assert code == 2 and len(seen.splitlines()) == 1 and seen.startswith("python -m jobs.convert")
+    again = subprocess.run(
+        job_command("convert_model", *options, tmp_path / "b"), capture_output=True
+    )
+    assert json.loads(again.stdout.splitlines()[-1])["job"] == "convert_model"
+
+
+def test_output_that_nobody_reads_any_more_ends_a_job_without_a_traceback(tmp_path, tiny_ranker):
+    options = ("--model", tiny_ranker("bi").uri, "--to", "sentence-transformers", "--output")
+    with subprocess.Popen(
+        job_command("convert_model", *options, tmp_path / "a"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stdout.close()
+        assert "BrokenPipe" not in process.stderr.read()
+    assert process.wait() == 128 + 13
+
+
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        ({"job": "embed_pool", "output": "p/v-1", "already_done": False, "seconds": 1234.5,
+          "counts": {"candidates": 1200, "files.written": 3}},
+         "embed_pool: done in 1,234.5 s: p/v-1 (1,200 candidates)"),
+        ({"job": "finetune", "output": "r", "already_done": True, "seconds": 3.0, "counts": {}},
+         "finetune: already done: r"),
+        ({"job": "x", "exit_code": 2, "error": "why"}, "x: failed (exit code 2): why"),
+    ],
+)  # fmt: skip
+def test_summaries_in_words(summary, words):
+    assert program.in_words(summary) == words

@@ -24,8 +24,7 @@ from pipeline.corpora import raw, reddit
 from pipeline.evaluation import estimate as evaluation_estimate
 from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.settings import TeachingConfig, TokenizerConfig
+from pipeline.training.settings import FinetuneConfig, TeachingConfig, TokenizerConfig
 from tests.helpers import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -178,11 +177,11 @@ def test_a_training_of_several_workers_measures_the_share_of_one(
     run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
 ):
     monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
-    compute, batches = estimate._compute, []
+    measure, batches = estimate._measure, []
     monkeypatch.setattr(
         estimate,
-        "_compute",
-        lambda task, *more: (batches.append(task.batches), compute(task, *more))[1],
+        "_measure",
+        lambda task, *more: (batches.append(task.batches), measure(task, *more))[1],
     )
     said = run_job_here(
         "finetune", "--corpus", convai2_corpus.uri, "--encoder", tiny_ranker("bi").uri,

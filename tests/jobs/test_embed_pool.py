@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ from jobs import finetune
 from pipeline import storage
 from pipeline.artifact import folder_entries, open_artifact
 from pipeline.engine.draft import draft
+from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
+from serve.engine import Engine
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 
@@ -265,3 +268,82 @@ def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_c
     assert source["fingerprint"] == convai2_corpus.fingerprint
     run = mlflow.MlflowClient().get_run(pool.manifest["run_id"])
     assert convai2_corpus.fingerprint in run.data.tags["mlflow.note.content"]
+
+
+def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp_path):
+    rows = [("how do I pay ?", "by card"), ("", "at noon"), ("can I pay by card ?", "by card"),
+            ("how do I pay ?", "by card"), (["hi !", "when is lunch ?"], "at noon"),
+            (None, "no context")]  # fmt: skip
+    files = [tmp_path / "tables" / "a.jsonl", tmp_path / "tables" / "b.jsonl"]
+    files[0].parent.mkdir()
+    lines = [json.dumps({"q": q, "a": a}) + "\n" for q, a in rows]
+    options = ("--embed.text-column", "a", "--embed.context-column", "q", "--embed.id-column", "",
+               "--embed.precision", "fp32")  # fmt: skip
+    for file, part in zip(files, (lines[:2], lines[2:]), strict=True):
+        file.write_text("".join(part))
+    embedded = embed(tmp_path / "tables", *options, model=tiny_ranker("bi").uri).summary
+    pool = Pool.open(embedded["pool"])
+    known = {"by card": [["how do I pay ?"], ["can I pay by card ?"]],
+             "at noon": [["hi !", "when is lunch ?"]], "no context": []}  # fmt: skip
+    assert [pool.row(place).text for place in range(len(pool))] == list(known)
+    assert pool.filter_columns == [] and embedded["counts"]["candidates"] == 3
+
+    def unit(x):
+        return x / np.linalg.norm(x)
+
+    ranker = load_ranker(tiny_ranker("bi").local())
+    ranker = inference.prepare(ranker, torch.device("cpu"), "fp32")
+    for canary, (text, contexts) in zip(pool.canaries(8), known.items(), strict=True):
+        assert canary[1:3] == (text, contexts)
+        vector_D = inference.candidate_vectors(ranker, [text])[0].double().numpy()
+        if contexts:
+            of_contexts, _ = inference.context_vectors(ranker, contexts)
+            units = [unit(x[0]) for x in of_contexts.double().numpy()]
+            both = 2 * unit(vector_D) + len(contexts) * unit(np.mean(units, axis=0))
+            vector_D = np.linalg.norm(vector_D) * unit(both)
+        np.testing.assert_allclose(canary.vector_D, vector_D, atol=1e-5)
+    Engine(tiny_ranker("bi").uri, [embedded["pool"]], precision="fp32").close()  # checks them again
+
+    # One more question changes its candidate, under the id that it had; the others are copied.
+    files[0].write_text(
+        "".join([*lines[:2], json.dumps({"q": "do you take cards ?", "a": "by card"})])
+    )
+    again = embed(
+        tmp_path / "tables", *options, *ALL_MAY_CHANGE, model=tiny_ranker("bi").uri
+    ).summary
+    assert again["plan"] == {"new": 0, "changed": 1, "same": 2, "gone": 0}
+    after = Pool.open(again["pool"])
+    assert after.artifact.manifest["embedded"]["rows"] == 1
+    assert [after.row(n).id for n in range(3)] == [pool.row(n).id for n in range(3)]
+    assert len(after.canaries(1)[0].known_contexts) == 3
+
+
+def test_known_contexts_that_are_none_are_set_aside_and_those_that_are_personal_redacted(
+    embed, tiny_ranker, tmp_path
+):
+    rows = [
+        ({"a": 1}, "one"),
+        ("mail me at me@example.org", "two"),
+        ("x" * 99, "three"),
+        ("?", "four"),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in rows))
+    made = embed(
+        file, "--embed.text-column", "a", "--embed.context-column", "q", "--embed.id-column", "",
+        "--embed.max-text-bytes", 90, "--reading.max-malformed-share", 0.5, "--redact", "true",
+        model=tiny_ranker("bi").uri,
+    ).summary  # fmt: skip
+    assert made["dropped"] == {
+        "embed.context_column q: dict; allowed: text, list of texts": 1, "context is too long": 1,
+    }  # fmt: skip
+    canaries = Pool.open(made["pool"]).canaries(8)
+    assert [canary[1:3] for canary in canaries] == [
+        ("two", [["mail me at <email>"]]),
+        ("four", [["?"]]),
+    ]
+
+
+def test_known_contexts_need_one_vector_for_a_context(embed, texts):
+    refused = embed(texts, "--embed.context-column", "q")
+    assert "embed.context_column: needs one vector for each context; 'poly' has" in refused.refusal

@@ -1,7 +1,7 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The training, the embedding of the pool and the service are processes; the training is interrupted, killed,
-and started again. The other jobs run in this process, as in a notebook: each process imports torch again.
+The training and the service are processes; the training is interrupted, killed, and started again. The other
+jobs run in this process, as in a notebook: each process imports torch again.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ def made(killed, submit_job) -> SimpleNamespace:
     killed.said["finetune"] = submit_job(
         "finetune", *again
     ).summary  # exit code 0, JSON as the last line
-    killed.said["embed_pool"] = submit_job(
+    killed.said["embed_pool"] = summary_here(
         "embed_pool", "--model", ranker, "--candidates", corpus / "train",
         "--embed.text-column", "response", "--embed.id-column", "example_id",
         "--pools", work / "pools", "--name", "replies", "--embed.precision", "fp32",
         "--embed.dtype", "float32", "--resources.actors", 1,
-    ).summary  # fmt: skip
+    )  # fmt: skip
     killed.said["evaluate"] = summary_here(
         "evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
         "--json", work / "table.json",

@@ -10,6 +10,7 @@ import mlflow
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
@@ -25,6 +26,7 @@ from pipeline.models import inference
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
+from pipeline.pools.pool import Pool
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
 ONE_WORKER = (
@@ -247,6 +249,60 @@ def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
     assert list(done.summary["table"]["poly"]) == ["R@1/32", "R@3/32", "MRR"]
     assert "2 of the 4 right answers also stand in train/" in done.stdout
     assert "fewer than 100 questions say little" in done.stdout
+
+
+def test_known_contexts_count_as_in_a_pool(
+    evaluate, tiny_ranker, run_job_here, actors_in_process, tmp_path
+):
+    """The ranks are those of the vectors that `embed_pool --embed.context-column` writes of train/."""
+    known = [(f"how do i open door {n % 9} {n} ?", f"turn key {n % 9} .") for n in range(27)]
+    asked = [(f"please open door {n}", f"turn key {n} .") for n in range(9)] + [("why ?", "so .")]
+    for name, pairs in {"train": known, "valid": asked}.items():
+        rows = (f"{context},{response}\n" for context, response in pairs)
+        (tmp_path / f"{name}.csv").write_text("context,response\n" + "".join(rows))
+    files = tuple(str(tmp_path / f"{name}.csv") for name in ("train", "valid"))
+    config = prepare_corpus.Config(format="pairs", input=files, output=str(tmp_path / "corpus"))
+    corpus = prepare_corpus.run(config)["output"]
+    fp32 = ("--known-contexts", "true", "--precision", "fp32")
+    done = evaluate(*QUICK, *fp32, models=["bi"], corpus=corpus)
+
+    (tmp_path / "pool.csv").write_text((tmp_path / "train.csv").read_text() + ",so .\n")
+    embedded = run_job_here(
+        "embed_pool", "--model", tiny_ranker("bi").uri, "--candidates", tmp_path / "pool.csv",
+        "--pools", tmp_path / "pools", "--name", "p", "--embed.text-column", "response",
+        "--embed.context-column", "context", "--embed.id-column", "", "--embed.precision", "fp32",
+    ).summary  # fmt: skip
+    pool = Pool.open(embedded["pool"])
+    candidates_CD = pool.vectors_at(np.arange(len(pool))).astype(np.float64)
+    place = {pool.row(number).text: number for number in range(len(pool))}
+    ranker = inference.prepare(load_ranker(tiny_ranker("bi").local()), torch.device("cpu"), "fp32")
+    contexts_NMD, _ = inference.context_vectors(ranker, [[context] for context, _ in asked])
+    scores_NC = contexts_NMD[:, 0].double().numpy() @ candidates_CD.T
+    right_N = scores_NC[np.arange(10), [place[response] for _, response in asked]]
+    ranks_N = (scores_NC >= right_N[:, None]).sum(axis=1)
+    assert "9 of 10 candidates have the contexts of train/" in done.stdout
+    found = done.summary["table"]["bi"]
+    assert found["R@1/10"] == pytest.approx((ranks_N == 1).mean())
+    assert found["MRR"] == pytest.approx((1 / ranks_N).mean())
+    assert (
+        found
+        != evaluate(*QUICK, "--precision", "fp32", models=["bi"], corpus=corpus).summary["table"][
+            "bi"
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "said"),
+    [
+        (["poly"], (), "known_contexts: needs one vector for each context; 'poly' has"),
+        (["bi"], ("--split", "train"), "valid or test with --known-contexts"),
+        (["bi", "convert"], ("--together", "true"), "false with --known-contexts"),
+    ],
+)  # fmt: skip
+def test_known_contexts_are_refused_where_they_mean_nothing(evaluate, models, options, said):
+    done = evaluate(*QUICK, "--known-contexts", "true", *options, models=models)
+    assert said in done.refusal
 
 
 def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(

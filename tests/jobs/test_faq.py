@@ -190,7 +190,7 @@ def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     ]
     model, line = faq._best_model(steps)
     assert model == best
-    assert f"of 24 questions of the table, among all answers: {counts}. " in line
+    assert f"of 24 questions of the table, among all answers: {counts}" in line
 
 
 def refusal(run_job_here, *arguments: object) -> str:

@@ -82,7 +82,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
             "--candidates", f"[{','.join(map(str, files))}]", *first,
         )  # fmt: skip
 
-    read, tasks_read = candidates._stage_piece, list[str]()
+    read, tasks_read = candidates._stage_pieces, list[str]()
 
     def killed(draft, task, *arguments, **settings):
         if tasks_read:
@@ -91,12 +91,13 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
         return read(draft, task, *arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "_stage_piece", killed)
+        patch.setattr(candidates, "_stage_pieces", killed)
         interrupted(run(files))
     rows = contents(run(reversed(files)).summary["output"])
     assert set(rows) == set(map(str, files))
 
 
+@pytest.mark.processor
 def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
     night, first_night, pools, monkeypatch
 ):
@@ -112,6 +113,7 @@ def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
     assert numerics == [NUMERICS, NUMERICS + 1]
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(("more", "texts"), [(0, 15), (1, 30)])
 def test_a_build_is_resumed_with_the_same_numerics_only(
     night, monkeypatch, model_texts, more, texts
@@ -244,6 +246,7 @@ def test_the_gate_asks_finished_shards_again_after_current_has_moved(
     assert ours.manifest["files"] == theirs.manifest["files"]
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("change", ["precision", "numerics"])
 def test_finished_shards_of_other_numbers_are_embedded_anew_after_current_has_moved(
     night, pools, monkeypatch, model_texts, change

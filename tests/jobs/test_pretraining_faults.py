@@ -39,10 +39,9 @@ from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder
 from pipeline.training import estimate
-from pipeline.training.checkpoints import read_state
+from pipeline.training.checkpoint import read_saved, read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
-from pipeline.training.resuming import read_saved
 from tests.helpers import wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests

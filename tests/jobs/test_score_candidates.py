@@ -13,7 +13,7 @@ from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
-from pipeline.training.negatives import right_answers
+from pipeline.training.data import right_answers
 from pipeline.training.teaching import TeachingConfig
 from tests.helpers import INTERRUPTED, rows_of
 

@@ -25,8 +25,8 @@ from pipeline.pools.candidates import content_hash
 from pipeline.pools.pool import KIND, Pool
 from pipeline.pools.shard import ROWS
 from pipeline.search import exact, search
-from pipeline.training.finetune_settings import Distillation
-from pipeline.training.objectives import PairModule
+from pipeline.training.losses import PairModule
+from pipeline.training.settings import Distillation
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,7 +130,6 @@ def test_a_loss(tiny, monkeypatch):
     @dataclass
     class Batch:
         key_BC = torch.tensor([[1, 2, 3]])
-        label_B = torch.tensor([0])
         teacher_BC = torch.tensor([[3.0, 1.0, 0.0]])
 
     scores_BC = torch.tensor([[2.0, 1.0, 0.5]], requires_grad=True)

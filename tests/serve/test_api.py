@@ -128,6 +128,18 @@ def test_a_pool_is_ranked(client, engine):
     assert body["certified"] is True
 
 
+@pytest.mark.parametrize("of", [{"candidates": ["a", "b"]}, {"pool": "replies"}])
+def test_an_answer_says_how_many_tokens_of_the_context_were_read(client, of):
+    most = client.get("/info").json()["limits"]["max_context_tokens"]
+    read = {
+        words: client.post("/rank", json={"context": "hello " * words, **of}).json()[
+            "context_tokens"
+        ]
+        for words in (1, 2, 2 * most)
+    }
+    assert read[1] < read[2] < most == read[2 * most]
+
+
 def test_an_answer_of_two_stages_names_both(tiny_ranker, tiny_pool, asking):
     model, cross = tiny_ranker("poly"), tiny_ranker("cross")
     two_stages = asking(model, tiny_pool(model), second_stage=cross.uri)

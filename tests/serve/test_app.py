@@ -114,11 +114,11 @@ def test_a_config_has_no_unknown_keys(config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_config_names_what_there_is_to_deploy(config):
-    (application,) = config["applications"]
-    module, _, name = application["import_path"].partition(":")
-    assert getattr(import_module(module), name) is app.build
-    args = app.Args.model_validate(application["args"])
-    assert [deployment["name"] for deployment in application["deployments"]] == [args.name]
+    for application in config["applications"]:
+        module, _, name = application["import_path"].partition(":")
+        assert getattr(import_module(module), name) is app.build
+        args = app.Args.model_validate(application["args"])
+        assert [deployment["name"] for deployment in application["deployments"]] == [args.name]
 
 
 def test_the_config_for_one_machine_lets_nobody_else_in():

@@ -234,6 +234,17 @@ def test_a_dialogue_is_ranked_as_it_is_typed(page, port):
     assert page.run("document.querySelector('#speaker').textContent") == "B"
 
 
+def test_a_text_that_is_longer_than_the_model_reads_is_said_to_be_cut(page, port):
+    page.type("hello")
+    page.until("document.querySelector('.certified')")
+    assert page.run("document.querySelector('.cut')") is None
+    most = ask(port, "GET", "/info")[1]["limits"]["max_context_tokens"]
+    page.type(" and hello" * most)
+    page.until("document.querySelector('.cut')")
+    said = page.run("document.querySelector('.cut').textContent")
+    assert said == f"reads {most} tokens; a longer text is cut"
+
+
 def test_with_a_second_stage_the_page_promises_no_more_than_the_certificate(
     chromium, tiny_ranker, tiny_pool, asking
 ):

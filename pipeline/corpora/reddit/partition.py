@@ -164,7 +164,7 @@ def _parse_blocks(
 
         waiting.await_room(1)
         cores = resources.fitting(1)
-        files_at_once = reading.files_at_once or max(1, cores // 4)
+        readers = min(reading.files_at_once or max(1, cores // 4), len(files))
         if not waiting.may_grow():  # else the bound would be that of the first node
             # What is decompressed waits in Ray's object store, and decompression is the faster half.
             waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
@@ -172,8 +172,12 @@ def _parse_blocks(
             execution.resource_limits = execution.resource_limits.copy(
                 object_store_memory=waiting_bytes
             )
-        # A reader waits for its parsers: it leaves them half of a small machine.
+        # Each row of a reader, a block of lines, is a block of Ray Data and so a task; by default it would
+        # join them to 128 MiB.
+        dataset.context.target_max_block_size = block_bytes // 2
+        # Readers wait for parsers: together they leave them half of small machines.
         bound = resources.largest_memory() // 2
+        bound_of_reader = min(bound, resources.total_memory() // 2 // readers)
         reader_bytes = _WORKER_BYTES + _WINDOW_BYTES + 2 * block_bytes
         parser_bytes = _WORKER_BYTES + _BLOCKS_IN_PARSER * block_bytes
         return (
@@ -182,13 +186,10 @@ def _parse_blocks(
                 functools.partial(read, counter),
                 batch_size=1,
                 batch_format="pyarrow",
-                compute=ray.data.TaskPoolStrategy(size=min(files_at_once, len(files))),
+                compute=ray.data.TaskPoolStrategy(size=readers),
                 num_cpus=_READER_CPUS,
-                memory=min(reader_bytes, bound),
-            )
-            # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
-            .repartition(target_num_rows_per_block=1)
-            .map_batches(
+                memory=min(reader_bytes, bound_of_reader),
+            ).map_batches(
                 functools.partial(parse, counter),
                 batch_size=1,
                 batch_format="pyarrow",

@@ -65,8 +65,8 @@ COMBINED = {
     "pipeline/corpora/reddit/threads.py": (1, "ids; bodies are large_string"),
     "pipeline/corpora/report/survey.py": (4, "2,048 rows"),
     "pipeline/pools/embedder.py": (2, "a shard, which the plan bounds by its bytes"),
+    "pipeline/training/pretraining_data.py": (1, "numbers"),
     "pipeline/training/tokenized_corpus.py": (1, "numbers"),
-    "pipeline/training/utterance_pairs.py": (1, "numbers"),
 }
 
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.corpora import privacy
 from pipeline.corpora.file_tasks import redact_rows
 from pipeline.corpora.privacy import Privacy, hash_names, redact
 
@@ -167,3 +169,45 @@ def test_redacted_texts_are_counted():
     assert counts == {"texts.redacted": 2}
     assert redact_rows(rows, PLAIN) == (rows, {})
     assert redact_rows(found, HASH) == (found, {})
+
+
+@given(
+    st.lists(
+        st.none()
+        | st.lists(
+            st.sampled_from(
+                [
+                    "me@example.org",
+                    " /u/Ann_B",
+                    "u/x",
+                    "reddit.com/user/abc",
+                    "r/u_abc",
+                    "10.0.0.1",
+                    "1.2.3",
+                    "fe80::1",
+                    "::",
+                    "a:b:c:d:1:2:3:4",
+                    "+49 30 1234567",
+                    "(030) 123-4567",
+                    "555 123 4567",
+                    "x12",
+                    " ext. 5",
+                    "@",
+                    "<email>",
+                    " text ",
+                    "ü",
+                    ".",
+                    "7",
+                    "\\\\_",
+                ]
+            ),
+            max_size=6,
+        ).map("".join),
+        max_size=8,
+    )
+)
+def test_texts_are_those_of_every_rule_after_the_other(texts):
+    expected = pa.array(texts, pa.string())
+    for pattern, tag in privacy._TAGS:
+        expected = pc.replace_substring_regex(expected, pattern, tag)
+    assert redact(pa.array(texts, pa.string())).equals(expected)

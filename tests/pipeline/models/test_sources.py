@@ -18,11 +18,9 @@ from pipeline.models.settings import BiConfig, PolyConfig
 from pipeline.models.sources import open_encoder, open_external, open_tokenizer
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
-from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import FinetuneConfig, LoopConfig, PretrainConfig
 
 
 def published(folder: Path, kind: str, store: Path) -> Artifact:

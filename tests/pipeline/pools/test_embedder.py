@@ -39,14 +39,13 @@ class Before:
     def __init__(self, texts: list[str]) -> None:
         rows = [{"id": f"old {t}", "text": t, "content_hash": content_hash(t)} for t in texts]
         self.rows = tuple(pa.Table.from_pylist(part, schema=ROWS) for part in (rows[:2], rows[2:]))
-        self.texts = pa.chunked_array([[row["text"] for row in rows]], pa.string())
         self.places: list[int] = []
 
-    def texts_and_vectors_at(self, places):
+    def rows_and_vectors_at(self, places):
         assert places.tolist() == sorted(places.tolist())
         self.places += places.tolist()
         vectors = np.repeat((places + 1.0)[:, None], 16, axis=1).astype(np.float32)
-        return self.texts.take(places), vectors
+        return pa.concat_tables(self.rows).take(places), vectors
 
 
 @pytest.fixture

@@ -93,8 +93,8 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
     assert isinstance(out, Draft)
     columns = ("id", "text", "kind", "size")
-    record = candidates._stage_piece(
-        out, "file-00000", (str(file), None), columns, 1000, Reading(), PLAIN, TableFormat()
+    record = candidates._stage_pieces(
+        out, "file-00000", [(str(file), None)], columns, "", 1000, Reading(), PLAIN, TableFormat()
     )
     table = candidates.read_rows(out, record.parts[0][0])
     assert table.select(["id", "kind", "size"]).to_pylist() == [

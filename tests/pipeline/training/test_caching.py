@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from pipeline.models.transformer import set_dropout
-from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator
-from pipeline.training.finetune_settings import Distillation
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
+from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
+from pipeline.training.settings import Distillation
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
@@ -118,9 +117,9 @@ from pipeline.models.settings import PolyConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 from pipeline.models.shape import Shape
-from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import DualBatch
-from pipeline.training.objectives import DualModule
+from pipeline.training.losses import backward, cached_backward
+from pipeline.training.data import DualBatch
+from pipeline.training.losses import DualModule
 
 examples, chunk = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

@@ -13,13 +13,11 @@ from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.sources import External
-from pipeline.training.examples import DualCollator
-from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.finetuning import Finetuning
+from pipeline.training.data import DualCollator
+from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.objectives import DualModule
-from pipeline.training.settings import LoopConfig
-from pipeline.training.validation import Validation
+from pipeline.training.losses import DualModule
+from pipeline.training.settings import FinetuneConfig, LoopConfig
 
 CPU = torch.device("cpu")
 SMALL = {

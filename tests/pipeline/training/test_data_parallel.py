@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForMaskedLM
 
 from pipeline.models.shape import Shape
-from pipeline.training.checkpoints import is_sharded, read_state, weights_of, write_state
-from pipeline.training.data_parallel import distribute
+from pipeline.training.checkpoint import is_sharded, read_saved, read_state, weights_of, write_state
+from pipeline.training.launch import distribute
 from pipeline.training.loop import Listener, train
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.resuming import read_saved
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import LoopConfig, PretrainConfig
 from tests.helpers import run_in_processes
 
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4

@@ -19,20 +19,19 @@ from pipeline.models import precision
 from pipeline.models.convert.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
-from pipeline.training import meter, mining
-from pipeline.training.batches import Epoch, Rows
-from pipeline.training.caching import backward, cached_backward
-from pipeline.training.distributed import (
-    agree_on_precision,
+from pipeline.training import loop, negatives
+from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
+from pipeline.training.loop import agree_on_precision
+from pipeline.training.losses import (
+    DualModule,
+    backward,
+    cached_backward,
     gather,
     gather_with_gradient,
     rank,
 )
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
-from pipeline.training.finetune_settings import Distillation, Mining
-from pipeline.training.mining import Miner
-from pipeline.training.negatives import example_columns
-from pipeline.training.objectives import DualModule
+from pipeline.training.negatives import Miner
+from pipeline.training.settings import Distillation, Mining
 from tests.helpers import run_in_processes
 
 KINDS = {
@@ -144,7 +143,7 @@ def mined(folder, own_rank, world, state=None):
 
     with (
         patch.object(Miner, "_search", recorded_search),
-        patch.object(mining, "_ROWS_AT_ONCE", 3),
+        patch.object(negatives, "_ROWS_AT_ONCE", 3),
     ):
         if state:
             miner.load(state)
@@ -164,11 +163,11 @@ def waited_share(seconds):
     def pass_time(duration):
         now[0] += duration
 
-    with patch.object(meter, "time", SimpleNamespace(perf_counter=lambda: now[0])):
-        of_rank = meter.Meter(torch.device("cpu"))
+    with patch.object(loop, "time", SimpleNamespace(perf_counter=lambda: now[0])):
+        of_rank = loop.Meter(torch.device("cpu"))
         of_rank.time_wait(pass_time, seconds)
         pass_time(10 - seconds)
-        return of_rank.read()["data_wait_share"]
+        return of_rank.read()[0]["data_wait_share"]
 
 
 def precisions(own_rank):

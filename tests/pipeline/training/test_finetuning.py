@@ -17,11 +17,10 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
-from pipeline.training.examples import teacher_dimensions
-from pipeline.training.finetune_settings import Distillation, FinetuneConfig, Mining
+from pipeline.training.data import teacher_dimensions
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import Distillation, FinetuneConfig, LoopConfig, Mining
 
 
 @pytest.mark.parametrize(("settings", "reason"), [

@@ -20,18 +20,13 @@ from pipeline.models.placement import prepare_for_training
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.training import loop, meter
-from pipeline.training.caching import backward
-from pipeline.training.checkpoints import read_state, weights_of, write_state
-from pipeline.training.finetune_settings import FinetuneConfig, Mining
+from pipeline.training import loop
+from pipeline.training.checkpoint import read_saved, read_state, weights_of, write_state
 from pipeline.training.finetuning import Finetuning
-from pipeline.training.loop import Listener, Task, train
-from pipeline.training.optimization import lr_multiplier, optimization
+from pipeline.training.loop import Listener, Measured, Task, lr_multiplier, optimization, train
+from pipeline.training.losses import backward
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.resuming import read_saved
-from pipeline.training.selection import Measured
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import FinetuneConfig, LoopConfig, Mining, PretrainConfig
 
 CPU = torch.device("cpu")
 
@@ -431,6 +426,16 @@ def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
     assert longer.shown("learning_rate") == [1.0, 1.0]
 
 
+def test_a_checkpoint_of_earlier_code_keeps_its_rate_after_a_plateau():
+    """Its factor on the rate was called `share`."""
+    selection = loop.Selection(decay=0.4, patience=2)
+    state = selection.state()
+    state["share"] = state.pop("plateau_factor") * 0.16
+    selection.load(state)
+    assert selection.plateau_factor == 0.16
+    assert selection.state().keys() == loop.Selection().state().keys()
+
+
 @pytest.mark.parametrize(("found", "patience", "stops", "best"), [
     ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 2, 4, 2),
     ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 3, 6, 5),
@@ -498,7 +503,7 @@ def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
         now[0] += 120
         return zero(module, batch)
 
-    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     each = {"checkpoint_every_steps": 6, "log_every_steps": 2}
     run = Run(toy(slow), 10, checkpoint_every_minutes=minutes, **each)
     assert list(run.checkpoints) == saved

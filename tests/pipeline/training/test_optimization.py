@@ -14,9 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipeline.config import BadInput
-from pipeline.training.caching import backward
-from pipeline.training.loop import Listener, Saved, Task, train
-from pipeline.training.optimization import Optimization, lr_multiplier, optimization
+from pipeline.training.loop import (
+    Listener,
+    Optimization,
+    Saved,
+    Task,
+    lr_multiplier,
+    optimization,
+    train,
+)
+from pipeline.training.losses import backward
 from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")

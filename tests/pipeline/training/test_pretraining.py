@@ -16,8 +16,7 @@ from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.settings import LoopConfig
+from pipeline.training.settings import LoopConfig, PretrainConfig
 
 
 @pytest.fixture(scope="module")

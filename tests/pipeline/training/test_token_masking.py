@@ -11,14 +11,14 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.models.tokens import Tokenizer
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.token_masking import (
+from pipeline.training.pretraining_data import (
     Masker,
     derive_keys,
     example_keys,
     prediction_probabilities,
     word_starts,
 )
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import Vocabulary
 
 PAD, UNK, CLS, SEP, MASK = range(5)

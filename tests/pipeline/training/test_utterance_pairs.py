@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training.token_masking import example_keys
+from pipeline.training.pretraining_data import Texts, cut, example_keys, layout, make_pairs
 from pipeline.training.tokenized_corpus import Vocabulary
-from pipeline.training.utterance_pairs import Texts, cut, layout, make_pairs
 
 VOCABULARY = Vocabulary(100, 0, 2, 3, 4, (0, 1, 2, 3, 4))
 token_lists = st.lists(st.lists(st.integers(5, 8), min_size=1, max_size=5), min_size=1, max_size=30)
@@ -25,8 +24,9 @@ def texts(lists, keep=100, newest=False):
 
 
 def second_texts(pairs):
-    spans = zip(pairs.second_starts_R, pairs.second_lengths_R, strict=True)
-    return [pairs.ids_F[start : start + length].tolist() for start, length in spans]
+    texts = pairs.seconds
+    spans = zip(texts.starts_R, texts.lengths_R, strict=True)
+    return [texts.ids_F[start : start + length].tolist() for start, length in spans]
 
 
 def made(contexts, responses, others, share=0.5, seed=0, keep=100):

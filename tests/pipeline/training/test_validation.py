@@ -8,7 +8,7 @@ import torch
 
 from pipeline.evaluation.questions import Question, Questions, validation_questions
 from pipeline.models import inference
-from pipeline.training.validation import Validation
+from pipeline.training.finetuning import Validation
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,28 @@
-"""The training objectives of rankers: first every row is encoded alone, then rows are compared."""
+"""The losses of rankers: first every row is encoded alone, then rows are compared.
+
+Negatives come from all ranks: their candidate vectors are gathered with gradient.
+
+Gradient caching (GradCache: Gao, Zhang, Han and Callan, 2021) makes large batches fit in little memory:
+
+    1. encode the batch in chunks, without a graph         memory: one chunk, and a row per example
+    2. the loss of all rows, and its gradient by the rows  memory: the scores
+    3. encode each chunk again, with a graph, and go back  memory: one chunk and its graph
+       from the gradient of its rows
+
+The gradients are those of the whole batch, because each row comes from its example alone. The price is a
+second encoding without a graph: a step takes about a third longer.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
@@ -19,15 +34,60 @@ from pipeline.models.losses import (
     right_above_all,
 )
 from pipeline.models.network import PairNetwork, VectorNetwork
-from pipeline.training.distributed import gather, gather_with_gradient, rank
-from pipeline.training.examples import TEACHER_RESPONSE, DualBatch, PairBatch
-from pipeline.training.finetune_settings import Distillation, NegativesFrom
+from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
+from pipeline.training.loop import Autocast, Backward, StepMetrics
+from pipeline.training.settings import Distillation, NegativesFrom
 
 LossMetrics = dict[str, Tensor]
 
 
+def gather(rows: Tensor) -> Tensor:
+    """Like `gather_with_gradient`, for tensors without a gradient."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Forward: every rank's rows, in the order of ranks. Backward: each rank's own rows of the sum of all
+    ranks' gradients.
+
+    DistributedDataParallel then divides by the number of ranks, so that with the mean loss over the
+    local contexts the gradient is that of the mean loss over the whole global batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.rows = len(rows)
+        return gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total)
+        start = dist.get_rank() * ctx.rows
+        return total[start : start + ctx.rows]
+
+
+def gather_with_gradient(rows: Tensor) -> Tensor:
+    """[N, …] on each of W ranks → [W·N, …] on all of them; the same tensor without a process group.
+
+    Every rank must bring the same number of rows.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    gathered: Tensor = _GatherWithGradient.apply(rows)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class Objective(nn.Module):
-    """A loss in two steps, so that the first can be done in parts (pipeline/training/caching.py)."""
+    """A loss in two steps, so that `cached_backward` can do the first one in parts."""
 
     @abstractmethod
     def encode(self, batch: Any) -> tuple[Tensor, ...]:
@@ -94,9 +154,9 @@ class DualModule(Objective):
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
         count, device = len(responses_BD), responses_BD.device
         keys_CS = gather(batch.keys_BS)
+        own_B = torch.arange(count, device=device) + rank() * count  # in the global batch
         if self._from_batch:
-            responses = gather_with_gradient(responses_BD)  # [C, D]
-            label_B = torch.arange(count, device=device) + rank() * count
+            responses, label_B = gather_with_gradient(responses_BD), own_B  # [C, D]
             excluded_BC = false_negatives(keys_CS, label_B)
         else:
             responses = responses_BD[:, None]  # [B, 1, D]
@@ -110,8 +170,7 @@ class DualModule(Objective):
             # [N, D] and [N], N = ranks · B · K
             negatives = gather_with_gradient(negatives_BKD.flatten(0, 1))
             negative_keys = gather(batch.negative_keys_BK.flatten())
-            first_column_B = (torch.arange(count, device=device) + rank() * count) * k
-            column_BC = column_BC + first_column_B[:, None]
+            column_BC = column_BC + own_B[:, None] * k
         column_BC, teacher_BC = torch.cat([label_B[:, None], column_BC], dim=1), batch.teacher_BC
         if self._distill.over == "batch" and self._distill.loss in TEACHING:
             columns = excluded_BC.shape[1]
@@ -191,10 +250,11 @@ class PairModule(Objective):
 
     def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, LossMetrics]:
         (scores_BC,) = encoded
-        excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
-        excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
-        loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
-        is_right_B = right_above_all(scores_BC, batch.label_B, excluded_BC)
+        label_B = torch.zeros(len(scores_BC), dtype=torch.long, device=scores_BC.device)
+        excluded_BC = batch.key_BC == batch.key_BC[:, :1]
+        excluded_BC[:, 0] = False
+        loss = ranking_loss(scores_BC, label_B, excluded_BC)
+        is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
         metrics = {"accuracy": is_right_B.float().mean()}
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
@@ -207,3 +267,63 @@ def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Ten
     """Weighted; the right candidate is the first column."""
     teacher_BC = config.teacher_scale * teacher_BC
     return TEACHING[config.loss](student_BC, teacher_BC, config.temperature) * config.weight
+
+
+def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
+    """Computes the loss and its gradients on the whole batch at once."""
+    with autocast:
+        loss, metrics = model(batch)
+    torch.autograd.backward(loss)
+    return loss.detach(), metrics
+
+
+def gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
+    """Ranks exchange gradients in the last backward pass of a step only."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(is_last)
+        return nullcontext()
+    context: AbstractContextManager[Any] = (
+        nullcontext() if is_last else getattr(model, "no_sync", nullcontext)()
+    )
+    return context
+
+
+def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
+    """A `backward` that works in chunks of `chunk_examples` examples. Its `model` is `objective`, wrapped
+    for its ranks.
+
+    Both encodings of a chunk draw the same dropout, which follows from torch's generator.
+    """
+
+    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
+        parts = [
+            batch.part(start, start + chunk_examples)
+            for start in range(0, len(batch), chunk_examples)
+        ]
+        seeds = torch.randint(1 << 62, (len(parts),)).tolist()
+        chunks = []
+        with torch.no_grad(), autocast:
+            for part, seed in zip(parts, seeds, strict=True):
+                torch.manual_seed(seed)
+                chunks.append(objective.encode(part))
+        rows = [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
+        floats = [tensor.requires_grad_() for tensor in rows if tensor.is_floating_point()]
+        loss, metrics = objective.loss(rows, batch)
+        torch.autograd.backward(loss)
+        # Weights that only the loss uses have their gradients now. DistributedDataParallel averages
+        # those of the weights that it sees in the last chunk.
+        loss_parameters = [value for value in objective.parameters() if value.grad is not None]
+        row_gradients = [torch.zeros_like(row) if row.grad is None else row.grad for row in floats]
+        gradients = zip(*(torch.split(rows, chunk_examples) for rows in row_gradients), strict=True)
+        for number, (part, seed, gradient) in enumerate(zip(parts, seeds, gradients, strict=True)):
+            is_last = number == len(parts) - 1
+            torch.manual_seed(seed)
+            with gradient_sync(model, is_last):
+                with autocast:
+                    stand_in = model(part, gradient)
+                if is_last:
+                    stand_in = stand_in + sum((value * 0).sum() for value in loss_parameters)
+                torch.autograd.backward(stand_in)
+        return loss.detach(), metrics
+
+    return run

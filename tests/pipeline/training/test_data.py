@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.training.batches import PLACE, Batches, Cursor, Rows
+from pipeline.training.data import PLACE, Batches, Cursor, Rows
 
 WORLDS = (1, 2, 3)
 

@@ -9,10 +9,15 @@ import torch
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
-from pipeline.training.finetune_settings import Distillation, FinetuneConfig
-from pipeline.training.negatives import right_answers
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.data import (
+    TEACHER_COLUMNS,
+    DualCollator,
+    PairCollator,
+    has_values,
+    right_answers,
+)
+from pipeline.training.losses import DualModule, PairModule
+from pipeline.training.settings import Distillation, FinetuneConfig
 
 
 def generator(seed=0):
@@ -31,7 +36,7 @@ def texts_of(tokens, place):
 
 def candidates_of(batch, place):
     """The candidates' texts of one example of a pair batch."""
-    count = len(batch.pairs.ids_BT) // len(batch.label_B)
+    count = len(batch.pairs.ids_BT) // len(batch)
     second = batch.pairs.segments_BT > 0
     alone = batch.pairs._replace(mask_BT=second)
     return [texts_of(alone, place * count + number) for number in range(count)]
@@ -447,9 +452,9 @@ def test_pair_loss_is_the_softmax_over_each_contexts_own_candidates(tiny):
     contexts = [row["context"] for row in PAIR_ROWS]
     candidates = [candidates_of(batch, place) for place in range(4)]
     scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
-    expected = softmax_loss(scores, batch.label_B.tolist(), np.zeros((4, 4), bool))
+    expected = softmax_loss(scores, [0] * 4, np.zeros((4, 4), bool))
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-    hits = scores.argmax(axis=1) == batch.label_B.numpy()
+    hits = scores.argmax(axis=1) == 0
     assert shown["accuracy"].item() == pytest.approx(hits.mean())
 
 
@@ -550,8 +555,7 @@ def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
     for place, row in enumerate(PAIR_ROWS):
         found = candidates_of(batch, place)
         assert len(found) == negatives + 1
-        label = int(batch.label_B[place])
-        assert found[label] == row["response"]
+        assert found[0] == row["response"]
         assert found.count(row["response"]) == 1
         given = {text for text in row["candidates"] or [] if text != row["response"]}
         wrong = set(found) - {row["response"]}
@@ -581,7 +585,6 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     assert dual.keys_BS.is_meta
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
-    assert pair.label_B.is_meta
     assert pair.key_BC.is_meta
     assert pair.teacher_BC.is_meta
 

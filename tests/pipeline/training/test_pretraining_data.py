@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.training.pretraining_batches import PretrainingBatches, validation_batches
-from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.pretraining_data import PretrainingBatches
+from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
@@ -78,7 +78,7 @@ def config_of(**more):
 def batches_of(corpora, rank=0, world=1, seed=0, weights=None, **config):
     corpora = corpora if isinstance(corpora, list) else [corpora]
     weights = weights or [1.0] * len(corpora)
-    return PretrainingBatches.of(corpora, weights, config_of(**config), rank, world, seed)
+    return PretrainingBatches(corpora, weights, config_of(**config), rank, world, seed)
 
 
 def take(batches, steps, cursors=()):
@@ -372,7 +372,7 @@ def test_contrastive_batches_without_mlm_have_no_masks(corpus_of):
 
 
 def test_contrastive_validation_has_each_drawn_pair_once(corpus_of):
-    found = validation_batches([corpus_of(70, valid=90)], [1.0], config_of(**SINGLE_TEXTS), 0)
+    found = valid_batches(corpus_of(70, valid=90), **SINGLE_TEXTS)
     pairs = [pair for batch in found for pair in numbers_of_single_texts(batch)]
     assert len(pairs) == len(set(pairs)) == 90
     assert all(context == response for context, response in pairs)
@@ -480,8 +480,7 @@ def test_the_threads_end_with_the_iterator(corpus_of):
 
 
 def valid_batches(corpora, seed=0, **config):
-    corpora = corpora if isinstance(corpora, list) else [corpora]
-    return validation_batches(corpora, [1.0] * len(corpora), config_of(**config), seed)
+    return batches_of(corpora, seed=seed, **config).validation()
 
 
 def test_validation_asks_the_same_of_other_rows(corpus_of):

@@ -1,7 +1,10 @@
-"""Writes the state of a run as safetensors and JSON, so that loading a checkpoint runs no code.
+"""The checkpoints of a run: written, read, found again by the same run, and continued by a longer one.
 
-    state.safetensors    every tensor
-    state.json           everything else; a tensor's place holds its name
+    state.safetensors     every tensor of the state, which is the same on all ranks
+    state.json            everything else; a tensor's place holds its name
+    cursor-00000.json …   each rank's place in the training data
+
+Loading one runs no code.
 
 Weights that are sharded over ranks (FSDP2) are saved whole, so another number of ranks may resume.
 """
@@ -10,7 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +32,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import BadInput
+from pipeline import storage
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, flatten, to_dict
+from pipeline.storage import node_cache
+from pipeline.training.settings import TRAINING_STATE
+
+Cursor = Any
+"""JSON-ready: where a rank stands in its batches."""
 
 _TENSORS, _STRUCTURE = "state.safetensors", "state.json"
 _FULL_STATE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -144,7 +157,12 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         # Tied weights come under two names, and safetensors stores no memory twice.
-        same_names = (name for name, tensor in tensors.items() if _shares_memory(value, tensor))
+        memory = (value.data_ptr(), value.shape, value.dtype)
+        same_names = (
+            name
+            for name, tensor in tensors.items()
+            if value.numel() and (tensor.data_ptr(), tensor.shape, tensor.dtype) == memory
+        )
         name = next(same_names, str(len(tensors)))
         tensors[name] = value
         return {"tensor": name}
@@ -155,14 +173,6 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _shares_memory(first: Tensor, second: Tensor) -> bool:
-    return (
-        first.numel() > 0
-        and first.data_ptr() == second.data_ptr()
-        and (first.shape, first.dtype) == (second.shape, second.dtype)
-    )
-
-
 def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
@@ -171,3 +181,124 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     return value
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: the state, which all ranks share, and the cursor of each rank."""
+
+    state: dict[str, Any]
+    cursors: list[Cursor]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that changed no weights; states of earlier code do not count them."""
+        return int(self.state.get("skipped_steps", 0))
+
+
+def write_saved(
+    folder: Path, state: Mapping[str, Any], cursor: Cursor, rank: int, world: int
+) -> None:
+    """Writes a rank's cursor; of rank 0 the state, too."""
+    (folder / f"cursor-{rank:05d}.json").write_text(json.dumps(cursor))
+    if rank == 0:
+        write_state({**state, "ranks": world}, folder)
+
+
+def read_saved(folder: Path) -> Saved:
+    """Raises BadInput for an incomplete checkpoint."""
+    try:
+        cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
+    except ValueError as error:
+        raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
+    state = read_state(folder)
+    ranks = state.pop("ranks", len(cursors) or 1)
+    if len(cursors) != ranks:
+        raise BadInput(f"{folder}: {len(cursors)} cursors of {ranks} ranks, so the place in the training "
+                       "data is unknown")  # fmt: skip
+    return Saved(state, cursors)
+
+
+def read_saved_at(uri: str) -> Saved:
+    """Raises BadInput for an incomplete checkpoint."""
+    with tempfile.TemporaryDirectory() as local:
+        node_cache.download(uri, Path(local))
+        try:
+            return read_saved(Path(local))
+        except BadInput as error:  # it names the copy
+            raise BadInput(str(error).replace(local, uri)) from None
+
+
+def read_start(uri: str) -> Saved:
+    """The state of another run, which a new run continues. Validations of the other run without improvement
+    do not count against the new one. Raises BadInput for an incomplete state."""
+    saved = read_saved_at(uri)
+    selection = {**saved.state["selection"], "without_better": 0}
+    return Saved({**saved.state, "selection": selection}, saved.cursors)
+
+
+def last_checkpoint(folder: str) -> str:
+    """The newest readable checkpoint of the earlier attempts of a run; "": there is none.
+
+    Each attempt has a folder of its own in `folder`, and attempts and checkpoints are named by their time.
+    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint.
+    """
+    attempts, newest = storage.list_folders(folder), ""
+    checkpoints = [uri for attempt in attempts for uri in storage.list_folders(attempt)]
+    while checkpoints and not newest:
+        uri = checkpoints.pop()
+        with suppress(BadInput):
+            read_saved_at(uri)
+            newest = uri
+    for attempt in attempts:
+        if not newest.startswith(f"{attempt}/"):
+            storage.delete(attempt)
+    return newest
+
+
+# The optimizer's state holds these, and the seed decides which examples have been read.
+_FIXED = tuple(
+    f"loop.{name}" for name in
+    ("optimizer", "betas", "epsilon", "weight_decay", "head_lr_factor", "token_tables", "seed")
+)  # fmt: skip
+
+
+def open_with_state(uri: str, kind: str, job: str) -> Artifact:
+    """The result of an earlier run of `job`. Raises BadInput if it has no training state."""
+    artifact = open_artifact(uri, kind)
+    if not artifact.paths(f"{TRAINING_STATE}/"):
+        raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: the {kind} of a "
+                       f"run of {job} with --keep-training-state true, into another --output")  # fmt: skip
+    return artifact
+
+
+def require_same_run(
+    earlier: Artifact,
+    config: Any,
+    inputs: Mapping[str, Sequence[str]],
+    fixed: Sequence[str],
+    may_change: Sequence[str],
+    otherwise: str,
+) -> None:
+    """Raises BadInput for an input or a setting that a continued run cannot change.
+
+    The run keeps its place in the corpora, the optimizer's state and the best validation. With other data or
+    another task these would mean nothing. Learning rates, schedules and lengths may change.
+
+    `inputs`: the fingerprints of each input. `fixed`: prefixes of the inputs and options that must stay,
+    beside those of the optimizer. `may_change`: exceptions from `fixed`. `otherwise`: the end of the
+    message.
+    """
+    earlier_settings, settings = flatten(earlier.manifest["config"]), flatten(to_dict(config))
+    earlier_inputs = earlier.manifest["inputs"].items()
+    for name, fingerprints in inputs.items():
+        settings[name] = list(fingerprints)
+        earlier_settings[name] = [
+            ref["fingerprint"] for key, ref in earlier_inputs if key.split(".")[0] == name
+        ]
+    for name, value in settings.items():
+        is_fixed = name.startswith((*_FIXED, *fixed)) and name not in may_change
+        earlier_value = earlier_settings.get(name, value)
+        if is_fixed and earlier_value != value:
+            raise BadInput(f"--continue-from {earlier.uri}: {name} is {earlier_value!r} there, {value!r} "
+                           f"here; allowed: as there, or {otherwise}")  # fmt: skip

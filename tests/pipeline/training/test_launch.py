@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.training.launch import Pace
 from pipeline.training.loop import Progress
-from pipeline.training.pace import Pace
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from pipeline.config import BadInput
-from pipeline.training.checkpoints import (
+from pipeline.training.checkpoint import (
+    last_checkpoint,
     load_training_state,
+    read_saved,
+    read_start,
     read_state,
     tensors_in,
     training_state,
     write_state,
 )
-from pipeline.training.resuming import last_checkpoint, read_saved, read_start
 
 
 @pytest.fixture

@@ -13,12 +13,10 @@ import torch
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.training import mining
-from pipeline.training.batches import PLACE, Epoch, Rows
-from pipeline.training.examples import DualCollator
-from pipeline.training.finetune_settings import Mining
-from pipeline.training.mining import Miner
-from pipeline.training.negatives import example_columns
+from pipeline.training import negatives
+from pipeline.training.data import PLACE, DualCollator, Epoch, Rows, example_columns
+from pipeline.training.negatives import Miner
+from pipeline.training.settings import Mining
 from tests.helpers import run_in_processes
 
 # Some responses stand twice.
@@ -31,8 +29,8 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
-    monkeypatch.setattr(mining, "_CONTEXTS_AT_ONCE", 16)
-    monkeypatch.setattr(mining, "_LOGITS_AT_ONCE", 16 * 4 * 10)  # ten columns at once
+    monkeypatch.setattr(negatives, "_CONTEXTS_AT_ONCE", 16)
+    monkeypatch.setattr(negatives, "_LOGITS_AT_ONCE", 16 * 4 * 10)  # ten columns at once
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def test_other_replies_to_a_context_are_not_mined(tiny, same_group_negatives):
     ]
     found = miner(tiny.corpus(rows), tiny.ranker(architecture="bi"), same_group_negatives, top_k=24,
                   max_share=1.0)  # fmt: skip
-    with patch.object(mining, "highest_allowed", lambda limits, right_score: np.inf):
+    with patch.object(negatives, "highest_allowed", lambda limits, right_score: np.inf):
         found()
     divisor = 6 if same_group_negatives else 3
     for number, row in enumerate(rows):
