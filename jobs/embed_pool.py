@@ -244,6 +244,9 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
+    if previous is not None and previous.model_fingerprint != job.made_from.model.fingerprint:
+        print(f"pool {config.name}: {previous.name} is of another model, {previous.model_fingerprint}; a "
+              "service with that model goes on with it", flush=True)  # fmt: skip
     # It is not CURRENT if that is pinned, and so grows old, or if this model is not promoted yet.
     source = previous and versions.newest_with_vectors_of(
         config.pools, config.name, job.made_from.model, config, precision

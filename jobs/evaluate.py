@@ -346,10 +346,8 @@ def _notes(
 
 def _known_note(known: KnownContexts, question_set: Questions) -> list[str]:
     count = sum(text in known for text in question_set.texts)
-    texts = f"{count:,} of {len(question_set.texts):,} candidates"
-    return (
-        [f"{texts} have the contexts of train/ that they answer in their vectors"] if known else []
-    )
+    of_all = f"{count:,} of {len(question_set.texts):,} candidates"
+    return [f"{of_all} are found by their contexts in train/, too"] if known else []
 
 
 def _plot(results: Sequence[ScorerResult], config: Config) -> Files:

@@ -78,14 +78,15 @@ def toward_contexts(
 ) -> Tensor:
     """[N, D]: candidates' vectors turned toward the contexts that they are known to answer.
 
-    With u(x) = x / |x|, a candidate's vector v and its n contexts' vectors q: |v| u(2 u(v) + n u(Σ u(q))).
-    So the text counts as two contexts. u(Σ u(q)) is the direction of the centroid in Rocchio's classifier
-    (1971). Contexts have one vector each.
+    With u(x) = x / |x|, a candidate's vector v and its n contexts' vectors q: a = (2 u(v) + Σ u(q)) / (2 + n)
+    is the mean of what describes the candidate, where the text counts twice, and |v| a / √|a| its vector. So
+    a score lies between the mean of the similarities (a) and the cosine to that mean (u(a)). By the first
+    answers with many questions lose, by the second those with one. Contexts have one vector each.
 
     R@1 of new questions, all-MiniLM without training: banking77 0.59, with one context a text 0.67, with
-    four 0.77, with eight 0.80; CLINC150 0.69, 0.80 and 0.89. In the mean of 22 such numbers, half of them
-    of trained models, a text that counts as three has 0.002 less, as four 0.003 less, and as all its
-    contexts together 0.010 less.
+    four 0.75; CLINC150 0.69, 0.79 and 0.87. Where answers have one to eight, the mean of three tables, each
+    with and without training, is 0.676 by the texts alone, 0.740 so, 0.736 by u(a) and 0.727 by a. Of answers
+    with one, u(a) finds fewer than the texts alone.
     """
     contexts = [context for contexts in known_contexts for context in contexts]
     if not contexts:
@@ -94,8 +95,9 @@ def toward_contexts(
     rows_K = torch.tensor([row for row, contexts in enumerate(known_contexts) for _ in contexts])
     sums_ND = torch.zeros_like(vectors_ND).index_add_(0, rows_K, normalize(contexts_KD))
     counts_N1 = torch.tensor([[len(contexts)] for contexts in known_contexts])
-    both_ND = _TEXT_WEIGHT * normalize(vectors_ND) + counts_N1 * normalize(sums_ND)
-    turned_ND = normalize(both_ND) * vectors_ND.norm(dim=1, keepdim=True)
+    mean_ND = (_TEXT_WEIGHT * normalize(vectors_ND) + sums_ND) / (_TEXT_WEIGHT + counts_N1)
+    scale_N1 = vectors_ND.norm(dim=1, keepdim=True) / mean_ND.norm(dim=1, keepdim=True).sqrt()
+    turned_ND = scale_N1 * mean_ND
     return torch.where(counts_N1 > 0, turned_ND, vectors_ND)
 
 

@@ -299,8 +299,8 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
         if contexts:
             of_contexts, _ = inference.context_vectors(ranker, contexts)
             units = [unit(x[0]) for x in of_contexts.double().numpy()]
-            both = 2 * unit(vector_D) + len(contexts) * unit(np.mean(units, axis=0))
-            vector_D = np.linalg.norm(vector_D) * unit(both)
+            mean = np.mean([unit(vector_D), unit(vector_D), *units], axis=0)
+            vector_D = np.linalg.norm(vector_D) * mean / np.sqrt(np.linalg.norm(mean))
         np.testing.assert_allclose(canary.vector_D, vector_D, atol=1e-5)
     Engine(tiny_ranker("bi").uri, [embedded["pool"]], precision="fp32").close()  # checks them again
 

@@ -280,7 +280,7 @@ def test_known_contexts_count_as_in_a_pool(
     scores_NC = contexts_NMD[:, 0].double().numpy() @ candidates_CD.T
     right_N = scores_NC[np.arange(10), [place[response] for _, response in asked]]
     ranks_N = (scores_NC >= right_N[:, None]).sum(axis=1)
-    assert "9 of 10 candidates have the contexts of train/" in done.stdout
+    assert "9 of 10 candidates are found by their contexts in train/, too" in done.stdout
     found = done.summary["table"]["bi"]
     assert found["R@1/10"] == pytest.approx((ranks_N == 1).mean())
     assert found["MRR"] == pytest.approx((1 / ranks_N).mean())

@@ -180,6 +180,7 @@ def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_pat
         ((0.5, 0.75), "ranker", "untrained 12, trained 18"),
         ((0.75, 0.5), "untrained", "untrained 18, trained 12"),
         ((0.5, 0.5), "ranker", "untrained 12, trained 12"),
+        ((0.58, 0.5), "ranker", "untrained 14, trained 12"),
         ((0.5,), "untrained", "untrained 12"),
     ],
 )
@@ -191,6 +192,21 @@ def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     model, line = faq._best_model(steps)
     assert model == best
     assert f"of 24 questions of the table, among all answers: {counts}" in line
+
+
+def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):
+    table = tmp_path / "faq.csv"
+    table.write_text("id;question;answer\n1;how ?;so\n")
+    refused = run_job_here("faq", table, "--dry-run").refusal
+    assert (
+        "has one column, 'id;question;answer'; allowed: two or more (the fields seem to be"
+        in refused
+    )
+    assert "which --delimiter ';' reads" in refused
+    rows = "".join(f"how {n} ?,so {n}\n" for n in range(3000))
+    table.write_bytes(b"question,answer\n" + rows.encode() + "wie ?,für\n".encode("cp1252"))
+    refused = run_job_here("faq", table, "--dry-run").refusal
+    assert "--encoding cp1252" in refused and "pairs." not in refused
 
 
 def refusal(run_job_here, *arguments: object) -> str:

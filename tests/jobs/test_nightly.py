@@ -394,7 +394,7 @@ def test_a_night_leaves_current_that_has_moved_while_it_was_building(
         assert f"compared it with {second}, but {first} is CURRENT now" in stopped(finished)
         assert night(changed(FIRST)).summary["version"] == third == current(pools)
     else:
-        assert f"CURRENT stays {stays}, which is pinned" in finished.stdout
+        assert f"{stays} stays CURRENT: it is pinned" in finished.stdout
 
 
 # Versions

@@ -74,7 +74,7 @@ def test_a_pinned_pool_gets_new_versions_and_keeps_current(
     pool = ("promote", "--pools", folder, "--name", "replies")
     assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
     newer = embed(tiny_ranker("bi"), 9)
-    assert f"CURRENT stays {third}, which is pinned" in capfd.readouterr().out
+    assert f"{third} stays CURRENT: it is pinned" in capfd.readouterr().out
     assert current_name(str(folder), "replies") == third != newer
     assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
     assert current_name(str(folder), "replies") == third

@@ -315,7 +315,7 @@ def _csv_rows(
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
+    _require_columns(uri, option_columns, columns, delimiter_hint(columns, form))
     for number, fields in records:
         report.records += 1
         yield number, dict(zip(columns, fields, strict=True))
@@ -414,7 +414,7 @@ def _shortest_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
+def delimiter_hint(columns: list[str], form: TableFormat) -> str:
     """For a file with one column, the delimiter that it seems to have; "" for other files."""
     delimiters = [
         delimiter
