@@ -30,8 +30,8 @@ def publish(pools: str, name: str, version: str, publish_only: bool, compared: s
             print(f"pool {name}: {version} is published; CURRENT stays {current}", flush=True)
         elif current and current != version and is_pinned(pools, name):
             print(f"pool {name}: {version} is made, but {current} stays CURRENT: it is pinned, as by a "
-                  f"rollback. polyrank promote --unpin --pools {pools} --name {name} ends that; then the same "
-                  "command publishes", flush=True)  # fmt: skip
+                  f"rollback. polyrank promote --unpin --pools {pools} --name {name} ends that; then the "
+                  "same command publishes", flush=True)  # fmt: skip
         elif current not in (compared, version):
             raise Stopped(
                 f"pool {name}: {version} is published and does not become CURRENT: the gate compared it with "
