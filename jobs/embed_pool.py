@@ -47,7 +47,7 @@ class Config:
     """
 
     model: str
-    """A ranker (of jobs.finetune): bi or poly."""
+    """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry: bi or poly."""
     candidates: tuple[str, ...]
     """Files or folders with an id and a text column."""
     pools: str = field(metadata=program.OUTPUT)

@@ -30,6 +30,7 @@ from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
+from pipeline.registry import model_uri
 
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""
@@ -53,7 +54,7 @@ class Config:
 
     ALIASES = MappingProxyType({"candidates": "candidates_per_question"})
     model: tuple[str, ...]
-    """Rankers (of jobs.finetune); each is a row of the table."""
+    """Rankers (of jobs.finetune), or models:/name@alias of MLflow's registry; each is a row of the table."""
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     together: bool = False
@@ -142,7 +143,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     """Asks baselines and models the same questions: rows of a table, files, and an MLflow run per model."""
     corpus = open_artifact(config.corpus, "corpus")
-    artifacts = [open_artifact(uri, "ranker") for uri in config.model]
+    artifacts = [open_artifact(model_uri(uri), "ranker") for uri in config.model]
     fingerprints = [model.fingerprint for model in artifacts]
     require(len(set(fingerprints)) == len(fingerprints), "model", config.model, "each model once")
     mapped = sources.open_text_encoder(config.mapped) if config.mapped else None

@@ -154,7 +154,12 @@ def _row_mask(config: Config, pool: Pool) -> Any:
         where.setdefault(column, []).append(value)
     row_mask = filters.select(pool, config.allow or None, config.deny, where)
     if not row_mask.any():
-        raise BadInput(f"{config.pool}: allow, deny, where: no candidate is left")
+        values = "".join(
+            f"; values of {column!r} are such as {', '.join(map(repr, examples))}"
+            for column in where
+            if (examples := filters.examples_of_values(pool, column))
+        )
+        raise BadInput(f"{config.pool}: allow, deny, where: no candidate is left{values}")
     return row_mask
 
 

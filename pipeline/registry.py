@@ -27,6 +27,7 @@ _CAUSES = re.compile(
 )
 _HINTS = {
     "Invalid Host header": "name the host of this address in the server's --allowed-hosts",
+    "locate revision": "another version of MLflow made this data base",
     "error code 401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
 }
 
@@ -51,14 +52,16 @@ def answers(question: str = "") -> Iterator[None]:
     """
     limit_waits()
     import mlflow  # a second and a half
+    from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
+    except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
         status = error.get_http_status_code() if isinstance(error, MlflowException) else 500
-        is_refusal = isinstance(error, ImportError) or (400 <= status < 500 and status != 429)
+        is_final = isinstance(error, ImportError | CommandError)
+        is_refusal = is_final or (400 <= status < 500 and status != 429)
         place = f"MLFLOW_TRACKING_URI {shown(mlflow.get_tracking_uri())}"
         if is_refusal and question and status not in (401, 403):
             place = ""

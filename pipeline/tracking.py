@@ -484,9 +484,18 @@ def _set_experiment(name: str) -> str:
         return str(mlflow.set_experiment(name).experiment_id)
     base = Path(uri.removeprefix(_SQLITE))
     with _file_lock(base.with_name(f"{base.name}.lock")):
+        _require_writable(uri)
         if mlflow.get_experiment_by_name(name) is None:
             mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
         return str(mlflow.set_experiment(name).experiment_id)
+
+
+def _require_writable(uri: str) -> None:
+    """Raises SQLAlchemyError at once for a data base that MLflow would try to open for 100 s."""
+    engine = sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.rollback()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 from pipeline import storage
 from pipeline.artifact import FileEntry
 from pipeline.config import BadInput
-from pipeline.corpora import raw
+from pipeline.corpora import raw, variants
+from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
 from pipeline.engine.draft import Draft
@@ -66,6 +67,8 @@ class FileRecord(TaskRecord):
 
     input: str
     """The file's URI."""
+    sample: list[int] = field(default_factory=list)
+    """Hashes of some of its examples, see `variants`."""
 
 
 Parser = Callable[[str, raw.Reading, ParseReport], Iterator[ParsedRow]]
@@ -86,6 +89,7 @@ def prepare(
     A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, report)` yields a file's rows; each names its `split`. Their texts are
     redacted here, and names in columns that end in `_author` hashed. Documents are set aside and noted.
+    Raises BadInput for too many malformed records, and for two files that hold the same examples.
     """
     documents = [
         FileRecord(input=uri, notes=[f"{uri}: set aside, its name is that of a document"])
@@ -100,11 +104,22 @@ def prepare(
         reading=reading,
         privacy=privacy,
         rows_per_shard=rows_per_shard,
+        keeps_sample=len(files) <= variants.MOST_FILES,
     )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
     records = [*run_tasks(draft, tasks, work, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
+    _check_variants(draft, records)
     return records
+
+
+def _check_variants(draft: Draft, records: Iterable[FileRecord]) -> None:
+    """Raises BadInput where two files hold the same examples; then the draft is deleted."""
+    if found := variants.find([(record.input, record.sample) for record in records]):
+        storage.delete(draft.staging)
+        share = f"{found.share:.0%} of the smaller file's examples are in both"
+        raise BadInput(f"--input: {found.first} and {found.second} are variants of the same texts, {share}; "
+                       "allowed: one of them")  # fmt: skip
 
 
 def is_document(uri: str) -> bool:
@@ -134,19 +149,24 @@ def _convert(
     reading: raw.Reading,
     privacy: Privacy,
     rows_per_shard: int,
+    keeps_sample: bool,
 ) -> FileRecord:
     report = ParseReport()
     pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
     pending_characters: Counter[str] = Counter()
     files: list[FileEntry] = []
     counts: Counter[str] = Counter()
+    sample: Hashes = np.zeros(0, np.uint64)
 
     def write(split: str) -> None:
+        nonlocal sample
         rows, pending_rows[split] = pending_rows[split], []
         del pending_characters[split]
         if not rows:
             return
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
+        if keeps_sample:
+            sample = variants.add_to_sample(sample, rows)
         if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
             random.Random(name).shuffle(rows)
         table, redacted = redact_rows(pa.Table.from_pylist(rows, schema=schema), privacy)
@@ -168,6 +188,7 @@ def _convert(
     account_record = report.close(draft, task, privacy)
     return FileRecord(
         input=uri,
+        sample=sample.tolist(),
         files=files,
         counts={**counts, **account_record.counts},
         dropped=account_record.dropped,

@@ -7,6 +7,7 @@ Reddit dumps), bzip2, gzip, xz, or plain.
 from __future__ import annotations
 
 import bz2
+import itertools
 import json
 import lzma
 import re
@@ -22,6 +23,7 @@ import zstandard
 
 from pipeline import storage
 from pipeline.config import BadInput, require
+from pipeline.corpora import file_kinds
 from pipeline.corpora.privacy import Privacy
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord, sum_counts
@@ -79,8 +81,16 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
     """Pieces of a file's contents, decompressed.
 
     `start`, `end`: only these stored bytes; a compressed stream has to begin at `start`.
-    Raises Truncated after the last good piece of a broken stream.
+    Raises Truncated after the last good piece of a broken stream, and BadInput for a file that is no text.
     """
+    pieces = _decompressed(uri, start, end)
+    head = next(pieces, b"")
+    if not start:
+        file_kinds.require_text(uri, head)
+    yield from itertools.chain([head] if head else [], pieces)
+
+
+def _decompressed(uri: str, start: int, end: int | None) -> Iterator[bytes]:
     with closing(storage.read_ahead(uri, start, end)) as stored_pieces:
         pieces = _small_pieces(stored_pieces)
         piece = next(pieces, b"")
@@ -193,18 +203,24 @@ def read_lines(
     mark that some programs begin UTF-8 with.
 
     Bytes that are no UTF-8 become U+FFFD, and `notes` say in how many lines. Lines end at \\n only: U+2028 is
-    text. Raises BadInput for a truncated stream, unless `reading` keeps those: then `notes` say so.
+    text. Raises BadInput for a truncated stream, unless `reading` keeps those: then `notes` say so; and for a
+    file in another encoding, in which more lines are not UTF-8 than `reading` lets be malformed.
     """
     number = undecodable = 0
     try:
         for block in line_blocks(uri, 1 << 24):
-            undecodable += _undecodable_lines(block)
+            if number == 0:
+                file_kinds.require_narrow(uri, block)
+            damaged_lines = _undecodable_lines(block)
+            undecodable += len(damaged_lines)
+            lines = number + block.count(b"\n") + (not block.endswith(b"\n"))
+            if undecodable > lines * reading.max_malformed_share:
+                place, damaged_line = damaged_lines[0]
+                guess = file_kinds.western_encoding(damaged_line)
+                raise file_kinds.not_utf8(uri, number + place, damaged_line, guess, option="")
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
-                yield (
-                    number,
-                    (line.removeprefix("\ufeff") if number == 1 else line).removesuffix("\r"),
-                )
+                yield number, line.removeprefix("\ufeff").removesuffix("\r")
     except Truncated as error:
         if reading.truncated == "stop":
             raise truncated_input(error, number) from None
@@ -214,13 +230,22 @@ def read_lines(
         notes.append(f"{uri}: U+FFFD for bytes that are not UTF-8 in {undecodable:,} lines")
 
 
-def _undecodable_lines(block: bytes) -> int:
+def _undecodable_lines(block: bytes) -> list[tuple[int, bytes]]:
+    """(place from 1, line) of the lines that are not UTF-8."""
     try:
         block.decode()
-        return 0
+        return []
     except UnicodeDecodeError:
-        lines = block.decode(errors="surrogateescape").split("\n")
-        return sum(not is_text(line) for line in lines)
+        lines = block.split(b"\n")
+        return [(place, line) for place, line in enumerate(lines, start=1) if not _is_utf8(line)]
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_overlong(line: str) -> bool:

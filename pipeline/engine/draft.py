@@ -34,7 +34,7 @@ from pipeline.artifact import (
     fingerprint_of_entries,
     open_artifact,
 )
-from pipeline.config import BadInput, Stopped, digest, flatten, identity, to_dict
+from pipeline.config import BadInput, Stopped, digest, flatten, identity, require, to_dict
 from pipeline.engine.records import RecordT, TaskRecord, from_json, to_json
 from pipeline.provenance import git_revision, library_versions
 from pipeline.storage import locks
@@ -270,6 +270,7 @@ def draft(
     references = _references(inputs)
     job = describe_request(kind, config, references, unused)
     request = digest(job)
+    require(uri.strip("/") != "", "output", uri, "a folder that is not the root")
     uri = storage.absolute(uri.rstrip("/"))
     if storage.exists(storage.join(uri, MANIFEST)):
         published = open_artifact(uri, kind)

@@ -132,7 +132,10 @@ def read_prompts(folder: Path) -> Prompts:
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: not to be read ({error})") from None
-    prompts, default_name = config.get("prompts") or {}, config.get("default_prompt_name")
+    prompts = {name: prompt or "" for name, prompt in (config.get("prompts") or {}).items()}
+    for name, prompt in prompts.items():
+        require(isinstance(prompt, str), f"{path}: prompts: {name}", prompt, "a text")
+    default_name = config.get("default_prompt_name")
     require(default_name is None or default_name in prompts, f"{path}: default_prompt_name",
             default_name, ", ".join(prompts) or "none")  # fmt: skip
     default = prompts.get(default_name, "")

@@ -27,6 +27,10 @@ _SPARE_TOKENS = 8  # those next to a cut are not trusted to be the whole text's
 _SPARE_TOKENS_IN_WORD = (
     108  # next to a cut in a word: WordPiece takes one of over 100 characters as unknown
 )
+# Of a text with fewer tokens than are kept in so many characters no more is read: to WordPiece a word of 5 MB
+# is one token, and spaces are none. For each token that is kept, 64 characters are read at least.
+_MOST_CHARACTERS = 65_536
+_MOST_CHARACTERS_PER_TOKEN = 64
 
 
 class Tokens(NamedTuple):
@@ -196,6 +200,7 @@ class Tokenizer:
         prompt_ids = min(keep, len(self.ids([prompt.rstrip()])[0])) if prompt else 0
         rows: list[list[int]] = [[] for _ in texts]
         places, characters = list(range(len(texts))), max(1, keep) * _CHARACTERS_PER_TOKEN
+        most_characters = max(_MOST_CHARACTERS, keep * _MOST_CHARACTERS_PER_TOKEN)
         cut_text = _tail if newest else _head
         while places:
             parts = [cut_text(texts[place], characters) for place in places]
@@ -211,7 +216,9 @@ class Tokenizer:
                 spare = _SPARE_TOKENS_IN_WORD if is_cut_in_word else _SPARE_TOKENS
                 if len(part) < len(texts[place]) and len(ids) - prompt_ids < keep + spare:
                     unfinished.append(place)
-            places, characters = unfinished, characters * 4
+            if characters >= most_characters:
+                break
+            places, characters = unfinished, min(characters * 4, most_characters)
         return rows
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:

@@ -340,14 +340,15 @@ def _grouped(rows: Iterator[CandidateRow]) -> Iterator[CandidateRow]:
 
 def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     """The text of a row's cell; raises ValueError with the option's name for what it cannot be."""
-    if column not in row:
+    is_filter_column = option.startswith("embed.filter_columns")
+    if column not in row and not is_filter_column:  # JSON lines leave out empty cells
         raise ValueError(f"no column {column}")
-    value = row[column]
+    value = row.get(column)
     is_text_column = option == _TEXT
     try:
         if is_text_column and not isinstance(value, str | None):
             raise TypeError(type(value).__name__)
-        cell = tables.cell_text(value)
+        cell = tables.filter_text(value) if is_filter_column else tables.cell_text(value)
     except TypeError as kind:
         allowed = "text" if is_text_column else "text, numbers, dates"
         raise ValueError(f"{option} {column}: {kind}; allowed: {allowed}") from None

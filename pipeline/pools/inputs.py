@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import storage
+from pipeline import registry, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import digest
 from pipeline.corpora.privacy import REDACTION_RULES
@@ -36,7 +36,7 @@ def resolve_inputs(
     """Raises BadInput for a model without vectors, and for missing input or a missing package."""
     if embed.neighbours:
         build.require_faiss()
-    model = open_artifact(model_uri, "ranker")
+    model = open_artifact(registry.model_uri(model_uri), "ranker")
     # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
     settings = read_settings(model.uri)
     settings.require_vectors()

@@ -5,6 +5,7 @@ Ids that are not in the pool are no mistake: a list may be older than last night
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -13,8 +14,12 @@ import pyarrow.compute as pc
 
 from pipeline.arrays import Bools
 from pipeline.config import BadInput
+from pipeline.corpora.formats import tables
 from pipeline.corpora.raw import is_text
 from pipeline.pools.pool import Pool
+
+_LOOKED_THROUGH = 10_000  # rows of each shard
+_SHOWN_VALUES = 5
 
 
 def select(
@@ -28,15 +33,16 @@ def select(
     `allow`: their ids, None: any; `deny`: ids of others. `where`: columns that the pool keeps to filter
     by (`--embed.filter-columns`), and the values that a row may have there.
 
-    A text instead of several stands for itself. Raises BadInput for a column that the pool does not keep,
-    and for an id or a value that is no text.
+    A text instead of several stands for itself; 2015.0 finds 2015, and True finds true. Raises BadInput for a
+    column that the pool does not keep, and for an id or a value that is no text.
     """
     names = pool.filter_columns
     if unknown := [column for column in where or {} if column not in names]:
         raise BadInput(f"where: {unknown[0]!r} is not allowed; allowed: columns that the pool keeps "
                        f"to filter by ({', '.join(names) or 'none'})")  # fmt: skip
     allowed_values = {
-        column: _texts(f"where[{column!r}]", values) for column, values in (where or {}).items()
+        column: _with_filter_texts(_texts(f"where[{column!r}]", values))
+        for column, values in (where or {}).items()
     }
     if allow is not None:
         allowed_values["id"] = _texts("allow", allow)
@@ -50,6 +56,19 @@ def select(
             mask_N &= pc.is_in(rows[column], values).to_numpy()
         masks.append(mask_N)
     return np.concatenate(masks)
+
+
+def examples_of_values(pool: Pool, column: str) -> list[str]:
+    """Some values of a column that the pool keeps to filter by."""
+    columns = (rows[column].slice(0, _LOOKED_THROUGH) for rows in pool.rows)
+    values = (value for texts in columns for value in pc.unique(texts).to_pylist() if value)
+    return list(itertools.islice(values, _SHOWN_VALUES))
+
+
+def _with_filter_texts(values: pa.Array) -> pa.Array:
+    """The values, and what they are in a pool."""
+    texts = values.to_pylist()
+    return pa.array(dict.fromkeys([*texts, *map(tables.filter_text, texts)]), pa.string())
 
 
 def _texts(name: str, values: Collection[str]) -> pa.Array:

@@ -85,11 +85,16 @@ def invalid_request(errors: Any) -> JSONResponse:
     """The answer to pydantic's errors: the first of them."""
     problem = errors[0]
     if problem["type"] == "json_invalid":
-        return _response("invalid_json", "the body is not JSON", None, {})
+        fault, place = problem.get("ctx", {}).get("error", ""), problem["loc"][-1]
+        return _response(
+            "invalid_json", f"the body is not JSON: {fault} at character {place}", None, {}
+        )
     # Parts in <> name the type that a value was read as; they are not fields.
     place = [_shortened(part) for part in problem["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if not place:  # a rule over several fields, whose message names them
+    if not place:
+        # A rule over several fields names them.
+        message = message if problem["type"] == "value_error" else f"body: {message}"
         return _response("invalid_request", message, None, {})
     field = ".".join(place)
     return _response("invalid_request", f"{field}: {message}", field, {})
@@ -99,7 +104,13 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "internal")
-    message = f"{_shortened(request.url.path)}: {CODES[code].text}"
+    path = request.url.path
+    message = f"{_shortened(path)}: {CODES[code].text}"
+    usual_path = "/" + "/".join(filter(None, path.lower().split("/")))
+    if code == "not_found" and any(
+        usual_path == getattr(r, "path", "") for r in request.app.routes
+    ):
+        message += f" There is {usual_path}"
     return _response(code, message, None, error.headers or {})
 
 

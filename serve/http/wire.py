@@ -15,7 +15,8 @@ Rules for all of them:
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
   `parameters` (Hugging Face). Fields that would change which parts of
-  the texts are read (`rank_fields`, `truncation_direction`) are refused.
+  the texts are read (`rank_fields`, `truncation_direction`), or what an answer holds (`embedding_type`),
+  are refused.
 - Errors have the format of `errors.py`.
 """
 

@@ -106,7 +106,8 @@ class EmbeddingsRequest(_ForModel):
     """An embedding request in OpenAI's format."""
 
     input: Texts
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
+    embedding_type: Literal["float"] | None = None
     dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
 
 

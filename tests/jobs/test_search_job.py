@@ -103,6 +103,8 @@ def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(
     assert found == {f"t{n}": {"kind": "odd", "page": str(n)} for n in (1, 3, 5)}
     lines = [line for line in done.stdout.splitlines() if "kind=odd  page=" in line]
     assert len(lines) == 3
+    refusal = search("--context", "a", "--where", "kind=strange", pool=pool).refusal
+    assert "no candidate is left; values of 'kind' are such as 'even', 'odd'" in refusal
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -119,6 +119,11 @@ def test_a_database_that_is_away_ends_a_job(prepare, use_server):
         ("search", ("--model", "models:/a@champion", "--pool", "pools/p", "--context", "hello")),
         ("promote", ("--model", "a")),
         (
+            "embed_pool",
+            ("--model", "models:/a@champion", "--candidates", "a", "--pools", "p", "--name", "a"),
+        ),
+        ("evaluate", ("--model", "models:/a@champion", "--corpus", "CORPUS")),
+        (
             "evaluate",
             ("--model", "MODEL", "--corpus", "CORPUS", "--split", "valid", "--slow", "true"),
         ),

@@ -276,6 +276,12 @@ def test_files_that_no_job_made_are_refused_before_any_work(tmp_path, name):
     assert not (tmp_path / "a.partial").exists()
 
 
+@pytest.mark.parametrize("uri", ["", "/", "//"])
+def test_an_output_without_a_name_is_refused(uri):
+    with pytest.raises(BadInput, match=r"output: .* is not allowed; allowed: a folder"):
+        draft(uri, "thing", Config(), {})
+
+
 def test_a_file_in_the_place_of_the_output_is_refused(tmp_path):
     (tmp_path / "a").write_text("mine")
     assert str(tmp_path / "a") in refusal(tmp_path / "a")

@@ -5,8 +5,10 @@ import math
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from pipeline import tracking
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.engine.draft import Draft, draft
 
 
@@ -190,6 +192,7 @@ def test_a_relative_sqlite_path_means_the_same_file_in_every_process(
 
 FIRST_RUN = """
 import sys
+import time
 import mlflow
 from pipeline import tracking
 mlflow.set_tracking_uri(sys.argv[1])
@@ -218,6 +221,40 @@ def test_jobs_that_start_at_once_make_one_data_base(tmp_path):
     runs = [job.communicate(timeout=120)[0].strip() for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert {mlflow.MlflowClient(uri).get_run(run).info.status for run in runs} == {"FINISHED"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("folder", "unable to open database file"),
+        ("text", "file is not a database"),
+        ("locked", "database is locked"),
+        ("newer", "Can't locate revision .*another version of MLflow made this data base"),
+    ],
+)
+def test_a_data_base_that_cannot_be_used_is_refused_in_seconds(
+    tmp_path, monkeypatch, kind, message
+):
+    """MLflow tries for 100 s."""
+    base = tmp_path / "runs.db"
+    if kind == "folder":
+        base.mkdir()
+    elif kind == "text":
+        base.write_text("this is no data base, but a text\n" * 100)
+    else:
+        other = sqlite3.connect(base)
+        other.execute("create table alembic_version (version_num varchar(32))")
+        other.execute("insert into alembic_version values ('0000')")
+        other.commit()
+        if kind == "locked":
+            other.execute("begin exclusive")
+    monkeypatch.setattr(tracking, "server", lambda: f"sqlite:///{base}")
+    before = time.monotonic()
+    usual = mlflow.get_tracking_uri()
+    with pytest.raises((BadInput, Stopped), match=message):
+        tracking.connect()
+    mlflow.set_tracking_uri(usual)
+    assert time.monotonic() - before < 20
 
 
 KILLED_ATTEMPTS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -461,6 +462,28 @@ def test_a_body_of_another_type_is_refused(client):
     error = error_of(client.post("/rank", content=b"context=a", headers=form), 415)
     assert error["code"] == "unsupported_media_type"
     assert "application/json" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/rank/", "//v1//rerank", "/V1/rerank"])
+def test_a_route_that_is_written_otherwise_is_named(client, path):
+    error = error_of(client.post(f"http://testserver{path}", json={}), 404)
+    usual_path = "/rank" if path == "/rank/" else "/v1/rerank"
+    assert error["message"].endswith(f"There is {usual_path}")
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b"", 422, "body: Field required"),
+        (b"null", 422, "body: Input should be a valid dictionary"),
+        (b'{"query": "a",}', 400, "not JSON: Expecting property name .* at character 14"),
+        (b"{} {}", 400, "not JSON: Extra data at character 3"),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_where(client, content, status, message):
+    headers = {"content-type": "application/json"}
+    error = error_of(client.post("/v1/rerank", content=content, headers=headers), status)
+    assert re.search(message, error["message"])
 
 
 def test_an_unknown_pool_is_not_found(client):

@@ -140,11 +140,20 @@ def test_slow_senders_of_large_bodies_hold_no_more_memory_than_is_allowed(servic
         assert client.post("/rank", content=b"x" * 990_000, headers=JSON).status_code == 400
 
 
-def test_a_body_may_be_compressed(service):
-    sent = gzip.compress(json.dumps(GOOD).encode())
-    headers = {**JSON, "content-encoding": "gzip"}
+@pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "", "identity"])
+def test_a_body_may_be_compressed(service, encoding):
+    sent = json.dumps(GOOD).encode()
+    sent = gzip.compress(sent) if "gzip" in encoding else sent
+    headers = {**JSON, "content-encoding": encoding}
     answer = TestClient(api.create_app(service)).post("/rank", content=sent, headers=headers)
     assert answer.status_code == 200
+
+
+def test_a_second_member_of_gzip_is_not_left_out(client):
+    sent = json.dumps(GOOD).encode()
+    sent = gzip.compress(sent) + gzip.compress(b" ")
+    answer = client.post("/rank", content=sent, headers={**JSON, "content-encoding": "gzip"})
+    assert "gzip has several members; allowed: one" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

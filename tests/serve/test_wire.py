@@ -319,6 +319,12 @@ def test_openais_client_embeds(live, openai_of, encoding):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens == one.tokens(TEXTS)
 
 
+def test_an_encoding_that_is_null_is_the_usual_one(live):
+    """LiteLLM sends it."""
+    answer = live("bi").post("/v1/embeddings", {"input": TEXTS, "encoding_format": None})
+    assert isinstance(answer.json()["data"][0]["embedding"], list)
+
+
 def test_openais_client_cuts_vectors(live, openai, openai_of):
     one = live("poly")
     client = openai_of(one)
@@ -476,6 +482,7 @@ MANY = ["a"] * 10_001
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "at most 16"),
         ("/v1/embeddings", {}, "input", "required"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ("/v1/embeddings", {"input": "a", "embedding_type": "binary"}, "embedding_type", "float"),
         ("/", {}, "inputs", "required"),
         ("/", {"inputs": {"sentences": ["a"]}}, "inputs.source_sentence", "required"),
         ("/", {"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences", "at least 1"),

@@ -19,20 +19,39 @@ from pipeline.corpora.file_tasks import ParsedRow
 ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
 
 _OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡", "\"')\\]»«“”’‘」』）"
-_LOWER = "".join(filter(str.islower, map(chr, range(0x10000))))
-# A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
-# without cases, such as Arabic or Hindi. The marks of Chinese and Japanese need no space behind them.
-_SENTENCE_END = re.compile(
-    rf"(?:(?<=[.!?…؟۔।॥])[{_CLOSING}]*\s+(?=[{_OPENING}]?(?![{_LOWER}])[^\W_])"
-    rf"|(?<=[。！？])(?![{_CLOSING}。！？])\s*(?=\S))"
-)
 # Letters of scripts that put no spaces between words.
-_UNSPACED = re.compile(
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_UNSPACED_LETTER = (
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
+)
+_UNSPACED = re.compile(_UNSPACED_LETTER)
+# In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
+_LOWER = "".join(
+    letter for letter in map(chr, range(0x10000)) if letter.islower() and not "ა" <= letter <= "ჿ"
+)
+_MARKS = ".!?…؟۔‼⁇⁈⁉"
+_MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕"
+_GERMAN_DATE = (
+    r"(?<=\d\.\s)(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November"
+    r"|Dezember|Jahrhundert|Jh)\b"
+)
+# A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
+# without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, and a colon ends a sentence in
+# Armenian. The marks of Chinese, Japanese and Hindi need no space behind them.
+_SENTENCE_END = re.compile(
+    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE};\u037e:](?:"
+    rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:))"
+    rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_DATE})"
+    rf"(?=(?:[{_OPENING}]\s?)?(?![{_LOWER}])[^\W_])"
+    rf"|(?<=[{_MARKS_WITHOUT_SPACE}])(?![{_CLOSING}{_MARKS_WITHOUT_SPACE}])\s*(?=\S)"
+    r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、])(?=\S)"  # と: he said
+    rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
 )
 _ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
-    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e)|\b[^\W\d_])\.$"
+    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e|Nr|Abb|bzw|Bd|Str|geb|gest|evtl|ggf|inkl|Mio|Mrd|Hr|Fr|Mme|Mlle"
+    r"|Sra?|Ud|[Uu]l|[Уу]л|им|[Сс]м|[Nn]p|tzw|[Nn]apř|tzv)"
+    # An initial, which is not the last letter behind a vowel sign, as in Thai.
+    r"|(?<![^\s.(\[\"'«„“-])[^\W\d_])\.$"
 )
 _LONGEST_ABBREVIATION = 12  # characters, with what stands before it
 
@@ -99,7 +118,7 @@ def split_sentences(paragraph: str) -> list[str]:
     start = 0
     for end in _SENTENCE_END.finditer(paragraph):
         # Of a list of initials, the whole text before each would take the square of the time.
-        ending = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start()]
+        ending = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start() + 1]
         if not _ABBREVIATION.search(ending):
             sentences.append(paragraph[start : end.end()].strip())
             start = end.end()

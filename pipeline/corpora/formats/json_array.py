@@ -2,7 +2,7 @@
 
 [{"example-id": 1, …}, {"example-id": 2, …}, …]
 
-Also objects one after the other, each on several lines.
+Also several arrays one after the other, and objects without an array, each on several lines.
 """
 
 from __future__ import annotations
@@ -57,22 +57,26 @@ def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
     make it take all memory there is.)
     """
     decode = codecs.getincrementaldecoder(encoding)("replace").decode
-    text, in_array = "", False
+    text, depth, is_begun, fault = "", 0, False, ""
     for piece in raw.slices(raw.read_decompressed(uri)):
         text += decode(piece)
-        position = 0
-        if not in_array:
+        if not is_begun:
             text = text.removeprefix("\ufeff").lstrip()
             require(text[:1] in ("", opening), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
                     "a JSON array, [{…}, …]")  # fmt: skip
-            in_array = text != "" and opening == "["
-            position = int(in_array)
+            is_begun = text != ""
+        position, fault = 0, ""
         while (position := _end_of_gap(text, position)) < len(text):
-            if text[position] == "]":
-                return
+            if text[position] == "[]"[depth]:
+                position, depth = position + 1, 1 - depth
+                continue
             try:
                 value, position = _DECODER.raw_decode(text, position)
-            except ValueError:  # half a value, whose rest comes with the next piece, or none
+            except json.JSONDecodeError as error:  # half a value, whose rest may come
+                fault = f" ({error.msg.removesuffix(' starting at')})"
+                break
+            except ValueError as error:  # a number of 5,000 digits
+                fault = f" ({error})"
                 break
             except RecursionError:
                 raise raw.Truncated(f"{uri}: an object of the JSON array nests too deep") from None
@@ -80,8 +84,8 @@ def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
         text = text[position:]
         if len(text) > _MAX_OBJECT_CHARACTERS:
             raise raw.Truncated(f"{uri}: the JSON array is broken, or an object is over 10 MiB")
-    if in_array or text.strip():
-        raise raw.Truncated(f"{uri}: the JSON array is cut off or broken")
+    if depth or text.strip():
+        raise raw.Truncated(f"{uri}: the JSON array is cut off or broken{fault}")
 
 
 def _end_of_gap(text: str, start: int) -> int:

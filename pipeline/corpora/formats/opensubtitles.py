@@ -12,8 +12,8 @@ length. Files are split by the MD5 of their name, 90 : 10.
 The published files are the parts of 100,000 lines that `split -a 3 -l 100000 en.txt lines-` makes:
 `lines-aaa`, `lines-aab`, … `lines_per_part` makes the same of one file `lines.gz`.
 
-Subtitles with time codes (.srt, .vtt, .ass, .sub) and OPUS's XML are refused. Tags such as `<i>` are taken
-out.
+Subtitles with time codes (.srt, .vtt, .ass, .sub), XML, JSON and tables are refused. Tags such as `<i>` are
+taken out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
@@ -40,14 +41,19 @@ from pipeline.engine.records import TaskRecord
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
 _SOUND = re.compile(r"[\[(].*?[\])]")
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")
-_TIME = re.compile(r"^\W*\d+:\d\d:\d\d[.,:]\d+|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]")
+_TIME = re.compile(
+    r"^\W*\d+:\d\d:\d\d[.,:=]|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]|^\[\d+:\d\d[.:]\d+\]"
+)
+# Time codes, markup but for italics and the like, tables and JSON.
 _OTHER_LAYOUT = re.compile(
-    rf"{_TIME.pattern}|^\s*(?:WEBVTT|<\?xml|<(?:document|s|w|time|tt|sami)\b|\[Script Info\]|Dialogue:)",
+    rf"{_TIME.pattern}|^\s*(?:WEBVTT|\[Script Info\]|Dialogue:|<(?!/?(?:i|b|u|font)\b)[a-z?!]"
+    r"|[{\[]\s*$|\[?\s*\{\s*[\"']\w|\".*\"[,;]\".*\"$)",
     re.IGNORECASE,
 )
+_ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"
 _LAYOUT_LINES = 20  # with text, which tell the layout
 # No subtitle is longer, and `_SOUND` takes the square of the time on a line of opening brackets.
-_MAX_CHARACTERS = 10_000
+_MAX_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,8 @@ def parse(
     earlier = deque[str](maxlen=options.earlier_lines + 1)
     part, split, text_lines = "", "", 0
     bounds = (options.min_characters, options.max_characters)
+    if tables.is_named_as_table(name):
+        raise BadInput(f"{uri}: has the name of a table; {_ALLOWED}")
 
     for number, line in raw.read_lines(uri, reading, report.notes):
         index, place = divmod(number - 1, options.lines_per_part or sys.maxsize)
@@ -105,10 +113,11 @@ def parse(
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         report.records += 1
         text_lines += bool(line.strip())
-        if text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line):
+        is_tsv = text_lines == 1 and "\t" in line.strip()
+        if is_tsv or (text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line)):
+            layout = "subtitles with time codes, XML or a table"
             raise BadInput(
-                f"{uri}, line {number}: {line.strip()[:40]!r} is of subtitles with time codes or XML; "
-                "allowed: raw text, one subtitle in a line, as OPUS has it"
+                f"{uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}"
             )
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             report.malformed.add("line too long", uri, number, line)

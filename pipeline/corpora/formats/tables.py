@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ _CHECKED_FILES = 32
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20  # for each column of a large row group of Parquet
 _NO_ID = ", or '': a hash of the text is the id"
+_WHOLE_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.0")  # as pandas writes integers with a gap
 _OTHER_DELIMITERS = ";\t|"
 
 
@@ -171,6 +173,21 @@ def cell_text(value: object) -> str | None:
     if isinstance(value, date | time):
         return value.isoformat()
     raise TypeError("broken text" if isinstance(value, str) else type(value).__name__)
+
+
+def filter_text(value: object) -> str | None:
+    """The text of a cell to filter by, which does not tell CSV's 2015.0 and True from 2015 and true."""
+    text = cell_text(value)
+    if text is None:
+        return None
+    if text in ("True", "False", "TRUE", "FALSE"):
+        return text.lower()
+    return text.partition(".")[0] if _WHOLE_FLOAT.fullmatch(text) else text
+
+
+def is_named_as_table(name: str) -> bool:
+    """Whether a file's name, without .gz and the like, is that of CSV, TSV or JSON."""
+    return name.lower().endswith(tuple(_ENDINGS))
 
 
 def first_columns(uri: str, reading: raw.Reading, form: TableFormat = _PLAIN) -> list[str]:
@@ -319,10 +336,18 @@ def _opening(first_line: str) -> str:
 def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
-        _require_columns(
-            uri, option_columns, list(dict.fromkeys(name for _, row in head for name in row))
-        )
+        columns = list(dict.fromkeys(name for _, row in head for name in row))
+        _require_columns(uri, option_columns, columns, _nested_table_hint(head))
     yield from itertools.chain(head, rows)
+
+
+def _nested_table_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """For one object with a list of objects, the list's name and its columns; "" for other files."""
+    for name, value in rows[0][1].items() if len(rows) == 1 else ():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            columns = ", ".join(map(str, value[0]))
+            return f" ('{name}' is a list of objects with {columns}: save this list alone)"
+    return ""
 
 
 def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Rows:
@@ -370,7 +395,7 @@ def _parquet_rows(
                 if fetch.is_cheap:
                     stored.hold(fetch.start, fetch.stop)
                 for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
-                    for row in batch.to_pylist():
+                    for row in _shortest_floats(batch).to_pylist():
                         number += 1
                         report.records += 1
                         yield number, row
@@ -378,6 +403,15 @@ def _parquet_rows(
             if stored.error:  # the file may be whole: the task is tried again
                 raise stored.error from None
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
+
+
+def _shortest_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Floats of 32 bits as their writer had them: 0.1, which is 0.10000000149 in 64 bits."""
+    for place, field in enumerate(batch.schema):
+        if pa.types.is_float32(field.type):
+            values = batch.column(place).cast(pa.string()).cast(pa.float64())
+            batch = batch.set_column(place, field.name, values)
+    return batch
 
 
 def delimiter_hint(columns: list[str], form: TableFormat) -> str:

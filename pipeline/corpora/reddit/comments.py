@@ -47,17 +47,30 @@ _WHO = (
     r"(?:reddit|redact|shreddit|power delete suite|an? \w+[ -]source script"
     r"|(?:a |the )?(?:user|author|mod)\w*)"
 )
-_NOTICE = (
-    r"(?i)^[\s*_~^>]*(?:"
-    r"\[\s*(?:(?:this|the|your) )?(?:(?:comment|post|content|submission|message|account|user)s? )?"
-    r"(?:(?:was|were|is|has been|have been) )?(?:self[- ])?(?:removed|deleted|redacted|unavailable)\b"
-    r"(?:[^\[\]]|\[[^\[\]]*\])*\]"
-    r"|(?:this )?(?:comment|post|content|submission) (?:(?:has been|was) (?:\w+ )?)?"
-    r"(?:removed|deleted|overwritten|anonymized)(?: (?:by|using|with|via) " + _WHO + r"\b.*"
-    r"| in (?:protest|response)\b.*| to protect\b.*)?"
-    r"|.*\bmass (?:deleted|edited) (?:all reddit content via|and anonymized with)\b.*"
-    r")[\s*_~.!]*$"
+_THING = r"(?:comment|post|content|submission|message|account|user|thread)s?"
+_REMOVED = r"(?:self[- ])?(?:removed|deleted|redacted|unavailable|overwritten|anonymized)"
+_RULE = r"\b(?:rule|guideline|moderator|automoderator|flair|karma|url shortener|violat|filter)"
+_NOTICES = (
+    # [ Removed by Reddit on account of violating the [content policy](/help/contentpolicy). ]
+    rf"\[\s*(?:(?:this|the|your) )?(?:{_THING} )?(?:(?:was|were|is|has been|have been) )?{_REMOVED}\b"
+    r"(?:[^\[\]]|\[[^\[\]]*\])*\]",
+    # Removed, (deleted), \[removed\]
+    rf"\\?[\[({{<]*\s*{_REMOVED}\s*\\?[\])}}>]*",
+    # Comment removed by moderator; deleted in protest
+    rf"(?:(?:this )?{_THING} )?(?:(?:has been|was) (?:\w+ )?)?(?:edited|{_REMOVED})"
+    r" (?:in (?:protest|response)|due to (?:reddit|the api)|because of (?:reddit|the api)|to protect)\b.*",
+    rf"(?:this )?{_THING} (?:(?:has been|was) (?:\w+ )?)?{_REMOVED}"
+    rf"(?: (?:by|using|with|via) {_WHO}\b.*)?",
+    r".*\bmass (?:deleted|edited)(?: all reddit content via|/edited| (?:from|with|and anonymized with)"
+    r" \W*red(?:dit|act))\b.*",
+    r"this comment has been edited and (?:the )?original content overwritten",
+    # Hello, your post has been removed because it breaks rule 2.
+    r"(?:(?:hello|hi|hey|greetings|thanks|thank you|sorry|unfortunately)\b[^.!?,]*[.!?,]\s*)*"
+    rf"(?:this|your|it) (?:{_THING} )?(?:has been|was) (?:automatically )?{_REMOVED}"
+    rf"(?: (?:by|for|because|due to|as|since|per|under|from /?r/).*{_RULE}.*|\W.*\bi am a bot\b.*)",
+    rf"your {_THING} (?:has been|was) {_REMOVED}",
 )
+_NOTICE = rf"(?is)^(?:[\s*_~^>]|&gt;)*(?:{'|'.join(_NOTICES)})(?:[\s*_~.!\x{{200b}}]|&#x200b;)*$"
 _TOKEN = r"\w+|[^\w\s]"
 # Well-known bots whose names do not end like a bot's.
 _BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_bot", "imgurtranscriber",

@@ -114,27 +114,35 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
         kind = config.get("model_type")
         require(kind in _CLASSIFIERS, f"{folder / 'config.json'}: model_type", kind,
                 ", ".join(_CLASSIFIERS))  # fmt: skip
+        _require_no_default_prompt(folder)
         return _classifier(_transformer(folder), config, lengths)
-    metadata = folder / "config_sentence_transformers.json"
-    # Older models do not say their type.
-    kind = _json(metadata).get("model_type") if metadata.exists() else None
-    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{metadata}: model_type", kind,
+    path = folder / "config_sentence_transformers.json"
+    metadata = _json(path) if path.exists() else {}
+    kind = metadata.get("model_type")  # older models do not say it
+    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{path}: model_type", kind,
             "SentenceTransformer, CrossEncoder")  # fmt: skip
     chain = _chain(folder)
     if kind == "CrossEncoder":
+        _require_no_default_prompt(folder)
         return _cross(chain, lengths)
+    require(metadata.get("truncate_dim") is None, f"{path}: truncate_dim",
+            metadata.get("truncate_dim"), "null: all dimensions")  # fmt: skip
     # The library's default compares cosines: then vectors have length 1, also where the model leaves them.
-    similarity = (
-        _json(metadata).get("similarity_fn_name") if metadata.exists() else None
-    ) or "cosine"
+    similarity = metadata.get("similarity_fn_name") or "cosine"
     require(
-        similarity in ("cosine", "dot"),
-        f"{metadata}: similarity_fn_name",
-        similarity,
-        "cosine, dot",
+        similarity in ("cosine", "dot"), f"{path}: similarity_fn_name", similarity, "cosine, dot"
     )
     chain = chain if similarity == "dot" else replace(chain, length=1.0)
     return _bi([chain], lengths)
+
+
+def _require_no_default_prompt(folder: Path) -> None:
+    """Cross-encoders of the library put a default prompt before pairs, and ours put none."""
+    path = folder / "config_sentence_transformers.json"
+    config = _json(path) if path.exists() else {}
+    name = config.get("default_prompt_name")
+    require(not name or not config["prompts"][name], f"{path}: default_prompt_name", name,
+            "null for a cross-encoder")  # fmt: skip
 
 
 def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
@@ -199,6 +207,8 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
     }
     no_bias = torch.zeros(len(weights["pooler.weight"]))
     weights["pooler.bias"] = saved_weights.get(f"{pooler}.bias", no_bias)
+    labels = len(weights["score.weight"])
+    require(labels == 1, f"{transformer.folder}: labels", labels, "1, whose score ranks")
     settings = {"pooler_activation": config.get(activation, activation)}
     if config["model_type"] == "modernbert":
         require(
@@ -224,8 +234,12 @@ def _pair_ranker(
     separators = 1 + len(encoding.ids) - len(context + candidate[1:])
     batch = tokenizer.pairs([context], [candidate], separators)
     assert batch.segments_BT is not None
-    same_ids = encoding.ids == batch.ids_BT[0].tolist()
-    if not same_ids or (encoder.segments and encoding.type_ids != batch.segments_BT[0].tolist()):
+    has_segments = "token_type_ids" in tokenizer.hf.model_input_names and any(encoding.type_ids)
+    if not has_segments:
+        encoder.copy_first_segment()
+    same_segments = encoding.type_ids == batch.segments_BT[0].tolist()
+    is_alike = same_segments or not (encoder.segments and has_segments)
+    if encoding.ids != batch.ids_BT[0].tolist() or not is_alike:
         raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
     total = transformer.max_tokens + 2 - separators  # the candidate's [CLS] is not in the pair
     require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
@@ -257,7 +271,14 @@ def _chain(folder: Path) -> _Chain:
     path = folder / "modules.json"
     if not path.exists():
         raise BadInput(f"{folder}: not of sentence-transformers (modules.json is missing)")
-    modules = [(entry["type"].split(".")[-1], folder / entry["path"]) for entry in _json(path)]
+    library = "sentence_transformers."
+    modules = [
+        (
+            name.split(".")[-1] if (name := entry["type"]).startswith(library) else name,
+            folder / entry["path"],
+        )
+        for entry in _json(path)
+    ]
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
@@ -298,12 +319,12 @@ def _transformer(folder: Path) -> _Transformer:
 
 def _reduction(folder: Path) -> Reduction:
     config = _json(folder / "config.json")
-    modes = config.get("pooling_mode") or [
-        name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
-    ]
+    switches = {name: on for name, on in config.items() if name.startswith("pooling_mode_")}
+    default = [name for name, on in switches.items() if on is True] if switches else "mean"
+    modes = config.get("pooling_mode") or default
     modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in _REDUCTIONS:
-        raise BadInput(f"{folder}: {', '.join(modes)} is not allowed; allowed: cls, mean")
+        raise BadInput(f"{folder}: {', '.join(modes) or 'none'} is not allowed; allowed: cls, mean")
     return _REDUCTIONS[modes[0]]
 
 

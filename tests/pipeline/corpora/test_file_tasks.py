@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
+from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE
@@ -78,3 +80,48 @@ def test_each_place_where_arrays_are_combined_is_bounded():
             if calls:
                 found[file.relative_to(ROOT).as_posix()] = len(calls)
     assert found == {file: count for file, (count, _) in COMBINED.items()}
+
+
+def prepare_files(folder: Path, files: dict[str, list[str]], split: str = "train") -> None:
+    def parse(uri, reading, report):
+        for number, text in enumerate(files[uri]):
+            report.records += 1
+            yield {
+                "example_id": f"{uri}/{number}", "group_id": "g", "context": [text], "response": "yes",
+                "source": "made", "split": uri if split == "file" else split,
+            }  # fmt: skip
+
+    out = Draft(str(folder), str(folder), "corpus", {}, {}, "")
+    privacy = Privacy(redact=False, authors="plain", salt="")
+    with executors.in_this_process():
+        file_tasks.prepare(out, list(files), parse, EXAMPLE, raw.Reading(), privacy, "made")
+
+
+TEXTS = [f"text {number}" for number in range(2000)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TEXTS,
+        TEXTS[::-1],
+        TEXTS[:40],
+        [*TEXTS[:80], *(f"new {number}" for number in range(20))],
+        TEXTS[:300] * 2,
+    ],
+)
+def test_files_with_the_same_examples_are_refused_whatever_their_names_say(tmp_path, other):
+    message = "--input: a.csv and old.bak are variants of the same texts, [0-9]+% of the smaller"
+    with pytest.raises(BadInput, match=message):
+        prepare_files(tmp_path, {"a.csv": TEXTS, "new.csv": ["new text"] * 90, "old.bak": other})
+
+
+@pytest.mark.parametrize(
+    "other", [[], TEXTS[:4], [*TEXTS[:40], *(f"new {number}" for number in range(50))]]
+)
+def test_files_with_a_few_equal_examples_are_read(tmp_path, other):
+    prepare_files(tmp_path, {"a.csv": TEXTS, "b.csv": other})
+
+
+def test_a_split_may_hold_the_texts_of_another(tmp_path):
+    prepare_files(tmp_path, {"train": TEXTS, "test": TEXTS}, split="file")

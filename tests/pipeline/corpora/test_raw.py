@@ -158,21 +158,54 @@ def test_rubbish_after_the_stream_is_refused(file, name):
         (b"\na\n\n", ["", "a", ""]),
         (b"a\r\nb\r\n", ["a", "b"]),
         ("a\u2028b\x0bc\x85d\n".encode(), ["a\u2028b\x0bc\x85d"]),
-        (b"\xff\xfe\n", ["\ufffd\ufffd"]),
+        (b"a\n\xef\xbb\xbfb\n", ["a", "b"]),  # two files in one
+        (b"\xff\xfd\n", ["\ufffd\ufffd"]),
     ],
 )
 def test_lines_end_at_line_feeds_only_and_are_numbered_from_1(file, data, lines):
-    assert list(read_lines(file(data), Reading())) == list(enumerate(lines, start=1))
+    assert list(read_lines(file(data), Reading(max_malformed_share=1))) == list(
+        enumerate(lines, start=1)
+    )
 
 
 def test_lines_with_bytes_that_are_not_utf8_are_counted(file):
     notes, uri = [], file("caf\xe9\nna\xefve\n".encode("latin-1") + "café\n".encode())
-    assert [text for _, text in read_lines(uri, Reading(), notes)] == [
+    assert [text for _, text in read_lines(uri, Reading(max_malformed_share=1), notes)] == [
         "caf\ufffd",
         "na\ufffdve",
         "café",
     ]
     assert notes == [f"{uri}: U+FFFD for bytes that are not UTF-8 in 2 lines"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "guess"),
+    [("cp1252", "Latin-1"), ("utf-16", "UTF-16"), ("utf-16-le", "UTF-16-LE"), ("utf-32", "UTF-32")],
+)
+def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, guess):
+    text = "plain\n" * 100 + "the café of the street\n" * 5
+    with pytest.raises(BadInput, match=f"not UTF-8; a guess is {guess}.*iconv"):
+        list(read_lines(file(text.encode(encoding)), Reading()))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"PK\x03\x04" + b"\0" * 40, "an Excel workbook, or another ZIP archive"),
+        (b"lines.txt".ljust(257, b"\0") + b"ustar  \0", "a tar archive"),
+        (gzip.compress(b"a line\n"), "compressed twice"),
+        (lzma.compress(b"a line\n", format=lzma.FORMAT_ALONE), "compressed in another way"),
+        (b"\x04\x22\x4d\x18abcd", "compressed in another way"),
+        (b"PAR1" + b"\0" * 40, "Parquet"),
+        (b"SQLite format 3\0" + b"\x10\0" * 20, "binary data"),
+        (b"%PDF-1.4\n1 0 obj\n", "a document"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\n", "git lfs pull"),
+        (b"\n <!DOCTYPE html>\n<html>\n<body>Sign in</body>\n", "a web page"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(file, data, kind):
+    with pytest.raises(BadInput, match=kind):
+        list(read_lines(file(zstandard.compress(data)), Reading()))
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 60), st.integers(1, 20))

@@ -233,12 +233,24 @@ NOTICES = [
     "fear air -- mass deleted all reddit content via https://redact.dev",
     "This comment has been overwritten by an open source script to protect this user's privacy.",
     "*This comment has been removed in protest of the changes to the API*",
+    "DELETED", "(removed)", "&gt; [removed]", "\\[deleted\\]", "[removed]\u200b", "[removed] &#x200B;",
+    "[Removed due to reddit API changes]", "Deleted in protest of reddit's API pricing.",
+    "this message was mass deleted/edited with redact.dev",
+    "vase ripe\n\n*This post was mass deleted and anonymized with [Redact](https://redact.dev)*",
+    "This comment has been edited and original content overwritten.",
+    "Your submission has been removed.", "Your comment has been removed for violating rule 2.",
+    "Thank you for your submission! Unfortunately, it has been removed because of Rule 2.\n\nBye.",
+    "Hello, your post was removed per our guidelines.",
+    "Your comment has been automatically removed.\n\n*I am a bot, and this action was automatic.*",
 ]  # fmt: skip
 TEXTS = [
     "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
     "I have [removed] it from the list", "[removed from the oven] and eaten", "[deal] 20% off of it",
     "This post was removed because nobody read it", "comment removed it from my list, thanks",
-    "This comment was deleted by accident or what?",
+    "This comment was deleted by accident or what?", "I had a tattoo. It was removed.",
+    "Deleted my account in protest in 2019.", "Removed the battery and it works.",
+    "[Deleted scenes](https://youtu.be/abc) from the film", "I asked, it was removed because of rule 3.",
+    "Did anyone save it? [removed]", "The film was removed due to reddit's filters, I think.",
 ]  # fmt: skip
 
 

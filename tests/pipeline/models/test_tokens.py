@@ -147,6 +147,20 @@ def test_of_a_text_without_spaces_no_more_is_tokenised(make, part, monkeypatch):
     assert 0 < sum(map(len, seen)) < 3_000
 
 
+@pytest.mark.parametrize("keeps", ["end", "both_ends"])
+@pytest.mark.parametrize("part", ["a", " ", "é\u0301", "🙂"])
+def test_of_a_text_with_hardly_a_token_no_more_is_tokenised(part, keeps, monkeypatch):
+    """5 MB of Hangul or of Thai, which WordPiece takes as one unknown word, took 10 s."""
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIALS, strict=True))
+    tokenizer, seen = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=word_piece(), **names)), []
+    ids = tokenizer.ids
+    monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
+    text = part * 1_000_000
+    tokenizer.candidates([text], 40, keeps="first" if keeps == "end" else keeps)
+    tokenizer.contexts([[text]], 40, keeps="last" if keeps == "end" else keeps)
+    assert 0 < sum(map(len, seen)) < 700_000
+
+
 @pytest.mark.parametrize(
     ("make", "decoder", "text", "pieces"),
     [

@@ -282,6 +282,31 @@ def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
         assert pool.artifact.manifest["dropped"] == {reason: ids.count(None)}
 
 
+def test_values_of_csv_are_those_that_pandas_had(make, tmp_path):
+    frame = pd.DataFrame(
+        {
+            "id": ["007", "7"],
+            "text": ["a", "b"],
+            "year": [2015, None],
+            "sold": [True, False],
+            "code": ["007.0", "1.10"],
+        }
+    )
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    pool = make(tmp_path / "a.csv", filter_columns=("year", "sold", "code"))
+    assert rows_of(pool) == [("007", "a"), ("7", "b")]
+    assert pool.rows[0].select(["year", "sold", "code"]).to_pydict() == {
+        "year": ["2015", ""], "sold": ["true", "false"], "code": ["007.0", "1.10"],
+    }  # fmt: skip
+
+
+def test_short_floats_have_no_more_digits_than_their_writer_gave_them(make, tmp_path):
+    table = pa.table({"id": [1], "text": ["a"], "share": pa.array([0.1], pa.float32())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    pool = make(tmp_path / "a.parquet", filter_columns=("share",))
+    assert pool.columns_at(0, ["share"]) == {"share": "0.1"}
+
+
 def test_a_column_of_lists_with_gaps_is_refused_by_its_name(make, tmp_path):
     """The rows with a gap alone would have been a pool of a third of the candidates."""
     rows = [{"id": n, "text": f"text {n}", "tags": ["x"] if n % 3 else None} for n in range(60)]

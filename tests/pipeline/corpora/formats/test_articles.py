@@ -21,6 +21,21 @@ from pipeline.corpora.formats.articles import count_words, split_sentences
         ["Das ist so.", "Österreich ist groß.", "Über allem."],
         ["Он был основан.", "Летом в 1990 г. Он приехал.", "«Сейчас!»", "Потом."],
         ["Αυτό είναι.", "Όλα καλά."],
+        ["Πού είναι;", "Στην κουζίνα· εκεί.", "Γιατί\u037e", "Έτσι."],
+        ["He is tall; Mary is not.", "Armenians: Aram and Ani."],
+        ["Որտե՞ղ է թեյնիկը։", "Խոհանոցում է:", "Հարցրու:"],
+        ["სად არის ჩაიდანი?", "ის სამზარეულოშია.", "მეზობელს ჰკითხე."],
+        ["กาน้ำอยู่ที่ไหน?", "อยู่ในครัว.", "ถามเพื่อนบ้าน."],
+        ["ማሰሮው የት ነው?", "በወጥ ቤት ውስጥ ነው።", "እሺ፧", "ደህና።"],
+        ["ရေနွေးအိုး ဘယ်မှာလဲ။", "မီးဖိုချောင်မှာ ရှိတယ်။"],
+        ["កំសៀវនៅឯណា?", "វានៅក្នុងផ្ទះបាយ។", "សួរអ្នកជិតខាង។"],
+        ["Il est là !", "« Oui. »", "Élise partit.", "M. Dupont resta."],
+        [
+            "Es war am 3. Oktober 1990.",
+            "Hunde bzw. Katzen, Nr. 5.",
+            "Im 19. Jahrhundert kam z. B. Öl.",
+        ],
+        ["It ended.[1]", "Then it began.[2][3]", "He said no.", "Ever."],
         ["هذا كتاب.", "هل هو جديد؟", "نعم."],
         ["यह एक किताब है।", "वह अच्छी है।"],
         ["¿Qué?", "¡Sí!", "Bien."],
@@ -44,6 +59,11 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
         "你来吗？",
         "彼は「行く。」と言った。",
         "そして帰った。",
+        "他说：“在厨房里。”",
+        "她走了。",
+        "ﾀﾞｲﾄﾞｺﾛ｡",
+        "यह है।",
+        "वह नहीं है।",
     ]
     assert split_sentences(space.join(parts)) == parts
 

@@ -50,7 +50,7 @@ def test_objects_that_lie_across_pieces_of_the_stream_are_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [b'\xef\xbb\xbf[{"a": 1}]', b' \n[{"a": 1}]\n', b'[{"a": 1},]', b'[{"a": 1}] rest']
+    "data", [b'\xef\xbb\xbf[{"a": 1}]', b' \n[{"a": 1}]\n', b'[{"a": 1},]', b'[{"a": 1}]\n[]']
 )
 def test_marks_and_space_around_the_array_do_not_matter(tmp_path, data):
     found, report = read(tmp_path / "a.json", data)
@@ -68,6 +68,20 @@ def test_what_is_no_object_is_set_aside_and_the_rest_read(tmp_path):
 def test_a_comma_may_be_missing(tmp_path):
     found, _ = read(tmp_path / "a.json", b'[, {"a": 1} {"a": 2},, {"a": 3}]')
     assert [value["a"] for _, value in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("border", ["", "\n", ",\n"])
+def test_arrays_one_after_the_other_are_read_to_the_last(tmp_path, border):
+    found, _ = read(
+        tmp_path / "a.json", border.join(['[{"a": 1}]', '[{"a": 2}, {"a": 3}]', "[]"]).encode()
+    )
+    assert [value["a"] for _, value in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("data", [b'[{"a": 1}] rest', b'[{"a": 1}];', b'[{"a": 1}, {"a": 2,}]'])
+def test_what_is_no_json_is_refused_with_its_fault(tmp_path, data):
+    with pytest.raises(BadInput, match=r"broken \((Expecting|Illegal) .*\) after 1 whole objects"):
+        read(tmp_path / "a.json", data)
 
 
 @pytest.mark.parametrize("data", [b'{"a": [{"b": 1}]}', b"hello", b"# README\n[1]", b"1"])

@@ -107,12 +107,35 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
         ["[Script Info]", "Dialogue: 0,0:00:00.00,0:00:00.90,Default,,0,0,0,,Where is the kettle?"],
         ["{0}{22}Where is the kettle?"],
         ["00:00:00.00,00:00:00.90", "Where is the kettle?"],
+        ["[00:12.30]Where is the kettle?"],
+        ["00:00:12:Where is the kettle?"],
+        ["<p>", "<sub start='1'>Where is the kettle?</sub>"],
+        ['{"text": "Where is the kettle?"}'],
+        ["[", "  {", '    "text": "Where is the kettle?"'],
+        ["Where is the kettle?\tIn the kitchen."],
+        ['"Where is the kettle?","In the kitchen."'],
     ],
 )
 @pytest.mark.parametrize("blank", [0, 30])
 def test_subtitles_of_another_layout_are_refused(tmp_path, lines, blank):
-    with pytest.raises(BadInput, match="of subtitles with time codes or XML; allowed: raw text"):
+    with pytest.raises(
+        BadInput, match="of subtitles with time codes, XML or a table; allowed: raw text"
+    ):
         read(tmp_path, [""] * blank + lines)
+
+
+@pytest.mark.parametrize("name", ["film.csv", "film.JSON.gz"])
+def test_a_table_is_refused_by_its_name(tmp_path, name):
+    with pytest.raises(BadInput, match="has the name of a table; allowed: raw text"):
+        read(tmp_path, ["context,response", "where is it,over there"], name)
+
+
+@pytest.mark.parametrize(
+    "line", ['["Silent Night" playing]', "<i>Where is it?</i>", "[DOOR OPENS]"]
+)
+def test_brackets_of_raw_text_are_no_other_layout(tmp_path, line):
+    rows, _ = read(tmp_path, [line, "This is a line.", "This is another."])
+    assert rows[-1]["response"] == "This is another."
 
 
 def test_time_codes_and_tags_within_raw_text_are_taken_out(tmp_path):
@@ -235,7 +258,8 @@ def test_options_outside_their_range_are_refused(option, value):
 
 def test_the_job_makes_a_corpus_of_them(run_job_here, tmp_path):
     for number in range(3):
-        read(tmp_path, [f"This is line number {n}." for n in range(40)], f"lines-aa{'xyz'[number]}")
+        part = "xyz"[number]
+        read(tmp_path, [f"This is line {part} {n}." for n in range(40)], f"lines-aa{part}")
     summary = run_job_here(
         "prepare_corpus", "--corpus", "opensubtitles", "--input", *sorted(tmp_path.glob("lines-*")),
         "--output", tmp_path / "out", "--opensubtitles.lines-per-part", "20"

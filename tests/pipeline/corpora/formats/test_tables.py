@@ -84,6 +84,20 @@ def test_objects_of_several_lines_are_a_table(tmp_path):
         read(tmp_path / "rows.json", data[:-3].encode())
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_table_under_a_key_is_refused_with_its_name_and_columns(tmp_path, indent):
+    data = json.dumps({"version": "1.0", "data": ROWS}, indent=indent)
+    with pytest.raises(
+        BadInput, match=r"version, data \('data' is a list of objects with a, b: save"
+    ):
+        read(tmp_path / "rows.json", data.encode())
+
+
+def test_lines_that_are_arrays_are_read_to_the_last(tmp_path):
+    data = "".join(json.dumps([row]) + "\n" for row in ROWS)
+    assert [row for _, row in read(tmp_path / "rows.jsonl", data.encode())[0]] == ROWS
+
+
 def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     many = [{"a": "x" * 100_000, "b": str(number)} for number in range(120)]
     rows, report = read(tmp_path / "rows.json", json.dumps(many).encode())

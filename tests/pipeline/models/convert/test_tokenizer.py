@@ -165,3 +165,14 @@ def test_right_to_left_text_is_read_in_the_order_in_which_it_is_stored():
     assert pieces("cat שלום") == [f"{MARK}cat", MARK, *"שלום"]
     assert pieces("שלום cat") == [MARK, *"שלום", f"{MARK}cat"]
     assert pieces("\u200fשל\u200f") == [MARK, "\u200f", *"של", "\u200f"]
+
+
+@pytest.mark.parametrize("letter", ["a", "漢", "'"])
+def test_of_a_run_of_megabytes_the_beginning_decides(letter, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        "pipeline.models.convert.tokenizer.fingerprint64",
+        lambda data: sizes.append(len(data)) or fingerprint64(data),
+    )
+    ids = Subwords(["a"], 1000).ids(letter * 3_000_000)
+    assert len(ids) == 1 and max(sizes) < 1 << 20

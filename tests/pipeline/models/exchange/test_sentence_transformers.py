@@ -255,6 +255,32 @@ def test_the_library_scores_a_classifier_alike(tiny, tmp_path, library, family):
     np.testing.assert_allclose(found, pair_scores(ranker), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["albert", "bert", "electra"])
+@pytest.mark.parametrize("template", [True, False])
+def test_a_tokenizer_without_segments_gives_both_texts_the_first_one(
+    tiny, tmp_path, library, family, template
+):
+    folder = tmp_path / "model"
+    classifier(tiny, folder, family)
+    change(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    if not template:
+        rules = json.loads((folder / "tokenizer.json").read_text())
+        for part in rules["post_processor"]["pair"]:
+            next(iter(part.values()))["type_id"] = 0
+        (folder / "tokenizer.json").write_text(json.dumps(rules))
+    theirs = library.CrossEncoder(str(folder), device="cpu")
+    found = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
+    ranker = from_sentence_transformers.load(folder, Lengths())
+    np.testing.assert_allclose(pair_scores(ranker), found, rtol=0, atol=1e-5)
+
+
+def test_a_default_prompt_of_a_reranker_is_refused(tiny, tmp_path):
+    classifier(tiny, tmp_path / "model")
+    about = {"prompts": {"rank": "w1 "}, "default_prompt_name": "rank"}
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps(about))
+    assert "default_prompt_name: 'rank' is not allowed" in refusal(tmp_path / "model")
+
+
 # Prompts
 
 PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
@@ -268,6 +294,7 @@ PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
         ({"query": "w1 "}, None, ("w1 ", "")),
         ({"STS": "w6 ", "corpus": "w5 "}, "STS", ("w6 ", "w5 ")),
         ({"query": "", "document": ""}, None, ("", "")),
+        ({"query": None, "document": "w3 "}, None, ("", "w3 ")),
         ({}, None, ("", "")),
     ],
 )
@@ -357,12 +384,28 @@ def test_other_modules_are_refused_by_name(side, kinds):
     assert "allowed: Transformer → Pooling → Dense → Normalize" in said
 
 
+def test_a_module_of_the_models_own_code_is_refused_by_name(side):
+    entries = json.loads((side / "modules.json").read_text())
+    entries[0]["type"] = "custom_st.Transformer"
+    (side / "modules.json").write_text(json.dumps(entries))
+    assert "'custom_st.Transformer → Pooling" in refusal(side)
+
+
+def test_a_pooling_without_a_mode_is_the_mean(side):
+    before = vectors(from_sentence_transformers.load(side, Lengths()))
+    (side / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 16}')
+    after = vectors(from_sentence_transformers.load(side, Lengths()))
+    np.testing.assert_array_equal(after, before)
+
+
 @pytest.mark.parametrize(("file", "values", "message"), [
     ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode_cls_token, pooling_mode_mean"),
     ("1_Pooling/config.json", {"pooling_mode": "max"}, "max is not allowed; allowed: cls, mean"),
     ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.ReLU"}, "'ReLU'"),
     ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
     ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name"),
+    ("config_sentence_transformers.json", {"prompts": {"query": 5}}, "prompts: query: 5 is not allowed"),
+    ("config_sentence_transformers.json", {"truncate_dim": 4}, "truncate_dim: 4 is not allowed"),
     ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
     ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "make no cross-encoder"),
     ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
@@ -403,7 +446,7 @@ def test_two_sides_that_differ_in_more_than_weights_are_refused(side):
 
 def test_a_classifier_of_three_labels_is_refused(tiny, tmp_path):
     classifier(tiny, tmp_path / "model", labels=3)
-    assert "'score.weight': [1, 16]" in refusal(tmp_path / "model")
+    assert "labels: 3 is not allowed; allowed: 1" in refusal(tmp_path / "model")
 
 
 @pytest.mark.parametrize("single", [True, False])

@@ -1,0 +1,94 @@
+"""Recognises by their first bytes files that are no text in UTF-8: archives, workbooks, web pages, UTF-16.
+
+A reader of lines would make texts of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+from pipeline.config import BadInput
+
+_HEAD_BYTES = 4096
+_SHOWN_CHARACTERS = 20  # before and after the first letter that is not ASCII
+
+_KINDS: tuple[tuple[bytes, str], ...] = (
+    (rb"PK\x03\x04", "an Excel workbook, or another ZIP archive; save the table as CSV in UTF-8"),
+    (rb"\xd0\xcf\x11\xe0", "an Excel or Word file of Office 97; save the table as CSV in UTF-8"),
+    (rb"PAR1", "Parquet, which only tables are read from"),
+    (rb"(?s:.{257})ustar", "a tar archive; unpack it"),
+    (rb"7z\xbc\xaf|Rar!\x1a", "a 7z or RAR archive; unpack it"),
+    (
+        rb"\x04\x22\x4d\x18|LZIP|\x1f\x9d|\x5d\0\0|\xff\x06\0\0sNaPpY|\x78[\x01\x9c]",
+        "compressed in another way than by gzip, bzip2, xz or Zstandard; decompress it",
+    ),
+    (rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd", "compressed twice; decompress it once"),
+    (
+        rb"ARROW1\0|Obj\x01|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|\x80[\x02-\x05]",
+        "binary data; convert it to Parquet or JSON lines",
+    ),
+    (
+        rb"%PDF-|\{\\rtf|\x89PNG|\xff\xd8\xff|GIF8",
+        "a document or a picture; save its text in UTF-8",
+    ),
+    (rb"version https://git-lfs", "a pointer of Git LFS; fetch the file by: git lfs pull"),
+    (
+        rb"(?i)(?:\xef\xbb\xbf)?\s*(?:<!--.*?-->\s*)?<(?:!doctype html|html\b)",
+        "a web page, such as the answer of a server that refused the download",
+    ),
+)
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def require_text(uri: str, head: bytes) -> None:
+    """Raises BadInput for a file that begins, decompressed, like one of a kind that is no text."""
+    for pattern, kind in _KINDS:
+        if re.match(pattern, head[:_HEAD_BYTES]):
+            raise BadInput(f"{uri}: {kind}")
+
+
+def require_narrow(uri: str, data: bytes, option: str = "") -> None:
+    """Raises BadInput for a file in UTF-16 or UTF-32 that begins with `data`."""
+    if guess := _wide_encoding(data[:_HEAD_BYTES]):
+        raise not_utf8(uri, 1, data[:_HEAD_BYTES], guess, option)
+
+
+def western_encoding(data: bytes) -> str:
+    """cp1252 (Windows), which is Latin-1 with more letters, or "" for bytes that it lacks."""
+    try:
+        data.decode("cp1252")
+    except UnicodeDecodeError:
+        return ""
+    return "cp1252"
+
+
+def not_utf8(uri: str, number: int, data: bytes, guess: str, option: str) -> BadInput:
+    """The refusal of a line that is not UTF-8. `option` sets the encoding; "": nothing does."""
+    if not guess:
+        advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
+        return BadInput(f"{uri}, line {number}: not UTF-8{advice}")
+    text = data.decode(guess, errors="ignore").removeprefix("\ufeff").split("\n")[0]
+    first = next((place for place, letter in enumerate(text) if not letter.isascii()), 0)
+    excerpt = text[max(0, first - _SHOWN_CHARACTERS) : first + _SHOWN_CHARACTERS]
+    name = "Latin-1 (Windows-1252)" if guess == "cp1252" else guess.upper()
+    advice = (
+        f"--{option} {guess} reads it so" if option else f"convert it: iconv -f {guess} -t utf-8"
+    )
+    return BadInput(f"{uri}, line {number}: not UTF-8; a guess is {name}: {excerpt!r}; {advice}")
+
+
+def _wide_encoding(head: bytes) -> str:
+    """The encoding of a file in UTF-16 or UTF-32 that begins so; "" for other files."""
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if head.startswith(mark):
+            return encoding
+    zeros = [head[start::2].count(0) for start in (0, 1)]
+    if sum(zeros) < len(head) / 4:
+        return ""
+    return "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
