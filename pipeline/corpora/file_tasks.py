@@ -6,7 +6,7 @@ import functools
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,10 @@ class FileRecord(TaskRecord):
     """Hashes of some of its examples, see `variants`."""
 
 
+_COPY = 0.9
+"""Of two copies so large a share of the examples is in both."""
+_OVERLAPS_NOTED = 10
+
 Parser = Callable[[str, raw.Reading, ParseReport], Iterator[ParsedRow]]
 
 
@@ -88,8 +92,8 @@ def prepare(
 
     A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, report)` yields a file's rows; each names its `split`. Their texts are
-    redacted here, and names in columns that end in `_author` hashed. Documents are set aside and noted.
-    Raises BadInput for too many malformed records, and for two files that hold the same examples.
+    redacted here, and names in columns that end in `_author` hashed. Documents are set aside and noted, and
+    files that share examples noted. Raises BadInput for too many malformed records, and for two copies.
     """
     documents = [
         FileRecord(input=uri, notes=[f"{uri}: set aside, its name is that of a document"])
@@ -109,17 +113,24 @@ def prepare(
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
     records = [*run_tasks(draft, tasks, work, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
-    _check_variants(draft, records)
-    return records
+    return [*records, *_overlaps(draft, records)]
 
 
-def _check_variants(draft: Draft, records: Iterable[FileRecord]) -> None:
-    """Raises BadInput where two files hold the same examples; then the draft is deleted."""
-    if found := variants.find([(record.input, record.sample) for record in records]):
-        storage.delete(draft.staging)
-        share = f"{found.share:.0%} of the smaller file's examples are in both"
-        raise BadInput(f"--input: {found.first} and {found.second} are variants of the same texts, {share}; "
-                       "allowed: one of them")  # fmt: skip
+def _overlaps(draft: Draft, records: Sequence[FileRecord]) -> list[FileRecord]:
+    """Notes on files that share examples. Raises BadInput for copies; then the draft is deleted."""
+    noted = list[FileRecord]()
+    for found in variants.find([(record.input, record.sample) for record in records]):
+        if found.of_larger >= _COPY:
+            storage.delete(draft.staging)
+            files = f"{found.first} and {found.second}"
+            raise BadInput(f"--input: {files} are copies of the same texts, {found.of_larger:.0%} of the "
+                           "examples are in both; allowed: one of them")  # fmt: skip
+        note = (
+            f"{found.first} and {found.second}: {found.share:.0%} of the smaller file's examples are in both "
+            "and count twice; clean_corpus removes them"
+        )
+        noted.append(FileRecord(input=found.first, notes=[note]))
+    return noted[:_OVERLAPS_NOTED]
 
 
 def is_document(uri: str) -> bool:

@@ -30,6 +30,8 @@ class Variants(NamedTuple):
     second: str
     share: float
     """Share of the smaller file's examples that are in both."""
+    of_larger: float
+    """The same of the larger one's; of two copies both are 1."""
 
 
 def add_to_sample(sample: Hashes, rows: Iterable[Mapping[str, Any]]) -> Hashes:
@@ -44,8 +46,8 @@ def add_to_sample(sample: Hashes, rows: Iterable[Mapping[str, Any]]) -> Hashes:
     return np.unique(np.concatenate([sample, numbers]))[:_SAMPLE]
 
 
-def find(samples: Sequence[tuple[str, Sequence[int]]]) -> Variants | None:
-    """The first two files that share most examples of the smaller one.
+def find(samples: Sequence[tuple[str, Sequence[int]]]) -> list[Variants]:
+    """The pairs of files that share most examples of the smaller one.
 
     `samples`: a file's name and its smallest hashes, sorted.
     """
@@ -55,9 +57,11 @@ def find(samples: Sequence[tuple[str, Sequence[int]]]) -> Variants | None:
             files_of_hash[number].append(place)
     limits = [sample[-1] if len(sample) == _SAMPLE else math.inf for _, sample in samples]
     shared = Counter(pair for places in files_of_hash.values() for pair in combinations(places, 2))
+    found = list[Variants]()
     for (one, other), count in sorted(shared.items()):
         limit = min(limits[one], limits[other])
-        smaller = min(sum(n <= limit for n in samples[place][1]) for place in (one, other))
+        smaller, larger = sorted(sum(n <= limit for n in samples[at][1]) for at in (one, other))
         if count >= _LEAST_SHARED and count / smaller >= _LEAST_SHARE:
-            return Variants(samples[one][0], samples[other][0], count / smaller)
-    return None
+            names = samples[one][0], samples[other][0]
+            found.append(Variants(*names, count / smaller, count / larger))
+    return found

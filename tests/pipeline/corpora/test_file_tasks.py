@@ -82,7 +82,9 @@ def test_each_place_where_arrays_are_combined_is_bounded():
     assert found == {file: count for file, (count, _) in COMBINED.items()}
 
 
-def prepare_files(folder: Path, files: dict[str, list[str]], split: str = "train") -> None:
+def prepare_files(folder: Path, files: dict[str, list[str]], split: str = "train") -> list[str]:
+    """The notes."""
+
     def parse(uri, reading, report):
         for number, text in enumerate(files[uri]):
             report.records += 1
@@ -94,7 +96,10 @@ def prepare_files(folder: Path, files: dict[str, list[str]], split: str = "train
     out = Draft(str(folder), str(folder), "corpus", {}, {}, "")
     privacy = Privacy(redact=False, authors="plain", salt="")
     with executors.in_this_process():
-        file_tasks.prepare(out, list(files), parse, EXAMPLE, raw.Reading(), privacy, "made")
+        records = file_tasks.prepare(
+            out, list(files), parse, EXAMPLE, raw.Reading(), privacy, "made"
+        )
+    return [note for record in records for note in record.notes]
 
 
 TEXTS = [f"text {number}" for number in range(2000)]
@@ -102,25 +107,34 @@ TEXTS = [f"text {number}" for number in range(2000)]
 
 @pytest.mark.parametrize(
     "other",
-    [
-        TEXTS,
-        TEXTS[::-1],
-        TEXTS[:40],
-        [*TEXTS[:80], *(f"new {number}" for number in range(20))],
-        TEXTS[:300] * 2,
-    ],
+    [TEXTS, TEXTS[::-1], TEXTS * 2, [*TEXTS[:1950], *(f"new {number}" for number in range(50))]],
 )
-def test_files_with_the_same_examples_are_refused_whatever_their_names_say(tmp_path, other):
-    message = "--input: a.csv and old.bak are variants of the same texts, [0-9]+% of the smaller"
+def test_copies_are_refused_whatever_their_names_say(tmp_path, other):
+    message = (
+        "--input: a.csv and old.bak are copies of the same texts, [0-9]+% of the examples are in"
+    )
     with pytest.raises(BadInput, match=message):
         prepare_files(tmp_path, {"a.csv": TEXTS, "new.csv": ["new text"] * 90, "old.bak": other})
+
+
+@pytest.mark.parametrize(
+    ("other", "share"),
+    [
+        (TEXTS[:40], "100%"),
+        ([*TEXTS[:80], *(f"new {number}" for number in range(20))], "[78][0-9]%"),
+        (TEXTS[:300] * 2, "100%"),
+    ],
+)
+def test_files_that_share_examples_are_noted(tmp_path, other, share):
+    (note,) = prepare_files(tmp_path, {"a.csv": TEXTS, "new.csv": ["new text"], "old.bak": other})
+    assert re.match(f"a.csv and old.bak: {share} of the smaller file's examples are in both", note)
 
 
 @pytest.mark.parametrize(
     "other", [[], TEXTS[:4], [*TEXTS[:40], *(f"new {number}" for number in range(50))]]
 )
 def test_files_with_a_few_equal_examples_are_read(tmp_path, other):
-    prepare_files(tmp_path, {"a.csv": TEXTS, "b.csv": other})
+    assert not prepare_files(tmp_path, {"a.csv": TEXTS, "b.csv": other})
 
 
 def test_a_split_may_hold_the_texts_of_another(tmp_path):
