@@ -28,7 +28,7 @@ _FIT = (
     "102,400 Reddit texts of 28 of 20,000 subwords, vectors of 384 numbers, a core of an AMD EPYC"
 )
 MEASURED = {
-    "reddit comments": Rate(33_000, _CORPORA),
+    "reddit comments": Rate(71_000, _CORPORA),
     "exact duplicates": Rate(95_000, _CLEAN),
     "evaluation texts": Rate(61_000, _CLEAN),
     "tokenizer examples": Rate(3_100, "311,291 Reddit pairs of 94 tokens, 2 cores of a cloud CPU"),
