@@ -79,9 +79,6 @@ class Config:
     baselines: bool = True
     """Rows for chance, TF-IDF and BM25 (weights from the train split). Where the question is asked among
     all texts of the corpus, also for a published sentence encoder that a model started from."""
-    mapped: str = ""
-    """A frozen encoder, any that jobs.classify_intents takes, for two more baselines: the cosine of its
-    vectors (sim), and the same with a linear map that 10,000 examples of the train split train (map)."""
     none: Literal["ranked", "threshold"] = "ranked"
     """DSTC7's sub-task 4: the score of NONE. ranked: the model scores NONE like any candidate. threshold:
     NONE has the score that gives the highest R@1 on the valid split."""
@@ -117,9 +114,6 @@ class Config:
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(not self.together or len(self.model) > 1, "together", True,
                 "false for one model alone")  # fmt: skip
-        require(
-            self.baselines or not self.mapped, "mapped", self.mapped, "none, with --baselines false"
-        )
         require(not self.known_contexts or self.split != "train", "split", self.split,
                 "valid or test with --known-contexts: those of train/ are known")  # fmt: skip
         require(not self.known_contexts or not self.together, "together", True,
@@ -146,9 +140,6 @@ def run(config: Config) -> program.Summary:
     artifacts = [open_artifact(model_uri(uri), "ranker") for uri in config.model]
     fingerprints = [model.fingerprint for model in artifacts]
     require(len(set(fingerprints)) == len(fingerprints), "model", config.model, "each model once")
-    mapped = sources.open_text_encoder(config.mapped) if config.mapped else None
-    require(mapped is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
-            "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
     question_set = measure.questions
     models = models_by_name(artifacts)
@@ -172,8 +163,6 @@ def run(config: Config) -> program.Summary:
     baselines = _baselines(corpus, measure, config) if config.baselines else []
     if config.baselines and measure.protocol.source == "corpus":
         baselines += _untrained_baselines(artifacts, measure, config, known)
-    if mapped is not None:
-        baselines += _mapped_baselines(mapped[0], corpus, measure, config)
     asked_artifacts = {name: model for name, (model, _) in timed_models.items()}
     with nullcontext() if config.resources == HERE else cluster.session():
         precision = _precision(config)
@@ -191,7 +180,6 @@ def run(config: Config) -> program.Summary:
         "left_out": dict(question_set.left_out),
         "precision": precision,
         "models": {model.uri: model.fingerprint for model in artifacts},
-        "mapped": mapped[1] if mapped else None,
         "skipped": skipped,
         **report.as_json(results, comparisons),
     }
@@ -403,27 +391,6 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
         none_candidate.require_none(question_set, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(question_set, rules, calibration, config.latency_queries, config.seed)
-
-
-def _mapped_baselines(
-    source: sources.Source, corpus: Artifact, measure: Measurement, config: Config
-) -> list[ScorerResult]:
-    """PolyAI's two baselines on a frozen encoder, in this process."""
-    from pipeline.classification import encoder as text_encoder
-    from pipeline.classification.settings import EncodeConfig
-    from pipeline.evaluation import mapped
-
-    settings = EncodeConfig(precision=config.precision)
-    encoder = text_encoder.load(source.local(), settings, best_device())
-    contexts, responses = mapped.train_pairs(corpus, config.seed)
-    context_vectors_ND = mapped.unit_vectors(encoder, contexts)
-    response_vectors_ND = mapped.unit_vectors(encoder, responses)
-    map_DD = mapped.fit_map(context_vectors_ND, response_vectors_ND, seed=config.seed)
-    name = storage.name_of(config.mapped)
-    return [
-        measure.of(f"sim {name}", lambda: mapped.Mapped(encoder)),
-        measure.of(f"map {name}", lambda: mapped.Mapped(encoder, map_DD)),
-    ]
 
 
 def _precision(config: Config) -> Resolved:

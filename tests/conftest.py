@@ -91,7 +91,8 @@ _ALIKE = {
     *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "pool", "versions")),
     *(f"pipeline/models/{name}.py" for name in (
         "test_flops", "test_foreign_code", "test_settings", "test_sources", "test_tokens",
-        "convert/test_tokenizer", "exchange/test_parlai", "exchange/test_sentence_transformers")),
+        "convert/test_onnx", "convert/test_start", "convert/test_tokenizer",
+        "exchange/test_parlai", "exchange/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
         "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
 }  # fmt: skip

@@ -196,13 +196,15 @@ def inputs(
                 pairs=pairs.Options(context_column="question", response_column="answer"),
             )
         )
-        for pool, key in (("articles", "language"), ("replies", ""), ("answers", "")):
+        for pool, key, model in (
+            ("articles", "language", "poly"), ("replies", "", "poly"), ("answers", "", "bi"),
+        ):  # fmt: skip
             for count in (18, 19):
                 part = pa.Table.from_pylist(articles[:count])
                 pq.write_table(part, folder / "earlier.parquet")
                 embed_pool.run(
                     embed_pool.Config(
-                        model=str(rankers["poly"]),
+                        model=str(rankers[model]),
                         candidates=(str(folder / "earlier.parquet"),),
                         pools=str(folder / "pools"),
                         name=pool,
@@ -228,7 +230,7 @@ def inputs(
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         "my/corpus": Path(made["pairs"]),
-        "my/ranker": rankers["poly"],
+        "my/ranker": rankers["bi"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,
         "lake/convai2": dialogues,

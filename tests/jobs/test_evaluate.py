@@ -81,14 +81,11 @@ def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranke
 
 def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ranker):
     models = ["poly", "bi", "cross", ("poly", 1)]
-    encoder = tiny_ranker("bi").uri
-    done = evaluate(
-        "--max-examples", 60, "--latency-queries", 2, "--mapped", encoder, models=models
-    )
+    done = evaluate("--max-examples", 60, "--latency-queries", 2, models=models)
     summary = done.summary
     # All four folders are called "ranker".
     first, second = (f"poly {tiny_ranker('poly', seed).fingerprint[:8]}" for seed in (0, 1))
-    names = ["chance", "tf-idf", "bm25", "sim ranker", "map ranker", first, "bi", "cross", second]
+    names = ["chance", "tf-idf", "bm25", first, "bi", "cross", second]
     assert list(summary["table"]) == list(summary["intervals"]) == names
     for name, row in summary["table"].items():
         assert list(row) == list(summary["intervals"][name]) == METRICS
@@ -653,8 +650,6 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--none", "threshold"), "split: 'valid' is not allowed; allowed: test or train with --none"),
         (("--model", "MODEL", "MODEL"), "each model once"),
         (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
-        (("--mapped", "MODEL", "--baselines", "false"), "mapped: "),
-        (("--mapped", "CORPUS"), "kind is 'corpus'; needed here: ranker or encoder"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
     ],
