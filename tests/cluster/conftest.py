@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -225,6 +225,8 @@ def s3() -> Iterator[S3]:
     """moto in server mode. All clients of this process, and of those that it starts, go to it."""
     requests: Counter[str] = Counter()
     application = DomainDispatcherApplication(create_backend_app)
+    # moto looks and then writes: two threads may both find nothing. A real store creates in one step.
+    creates = threading.Lock()
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
         requests[environ["REQUEST_METHOD"]] += 1
@@ -237,7 +239,8 @@ def s3() -> Iterator[S3]:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>fewer</Message></Error>"]
         time.sleep(here.delay_s)
-        answer = application(environ, start_response)
+        with creates if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            answer = application(environ, start_response)
         is_get = environ["REQUEST_METHOD"] == "GET"
         if is_get and here.cut_every and requests["GET"] % here.cut_every == 0:
             whole = b"".join(answer)
