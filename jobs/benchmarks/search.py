@@ -34,8 +34,8 @@ from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS, PoolPart
 from pipeline.pools.vector_format import Dtype, decode, encode
 from pipeline.search import Method, top_rows
-from pipeline.search.bounds import in_parallel
 from pipeline.search.exact import FORMS
+from pipeline.search.threads import in_parallel
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.arrays import Floats, Ints
 from pipeline.pools.pool import Pool
-from pipeline.search.bounds import in_parallel
+from pipeline.search.threads import in_parallel
 
 _NEIGHBOURS = 1000  # of which `search` scores those that can reach the top
 

@@ -22,11 +22,9 @@ Axes: N rows, K numbers of a row, Q contexts, M vectors of a context, G centres,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +36,7 @@ from pipeline.models.precision import use_bf16
 from pipeline.pools.sketch import ORTHONORMAL
 from pipeline.pools.vector_format import LENGTH, SCALE, Dtype, Layer, to_int8
 from pipeline.search.products import free_columns, product_with
+from pipeline.search.threads import in_parallel
 
 BF16, FLOAT32 = 2.0**-8, 2.0**-24
 _SAFETY = 16 * FLOAT32
@@ -52,9 +51,6 @@ _CENTRE_STEPS = 8
 _LANES = 8
 # Rows multiplied at once, and products: what a core's own cache is best used by.
 _BLOCK_ROWS, _BLOCK_PRODUCTS = {torch.int8: 4096, torch.bfloat16: 3072}, 1 << 17
-
-ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -133,26 +129,6 @@ def upper_bounds(layer: Layer, columns: Columns) -> Tensor:
     return bounds_QN
 
 
-def in_parallel(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
-    """Work on blocks of rows, each on one core from its beginning to its end.
-
-    Threads that share every single product wait for each other after each, which on a core that
-    others use too costs several times the product. For the same reason a single core works where it is: with
-    the clients of a service beside it, 50 hand-overs a search took three quarters of its time.
-    """
-    items = list(items)
-    if len(items) < 2 or torch.get_num_threads() == 1:
-        return list(map(work, items))
-    return list(_threads().map(work, items))
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
-    )
-
-
 def _columns(
     contexts: Sequence[Floats],
     longest: float,
@@ -164,29 +140,29 @@ def _columns(
     free = 1
     if centres is None:
         free = -(-free_columns(getattr(torch, dtype), contexts[0].shape[1]) // len(contexts))
-        centres_of_context = functools.partial(near_centres, least=free)
-    else:
-        centres_of_context = functools.partial(centres_of, count=centres)
-    clusterings = in_parallel(centres_of_context, contexts)
-    centre_count = max(free, *(len(centres_GK) for centres_GK, _ in clusterings))
-    parts, scales, weights, floors = [], [], [], []
-    for vectors_MK, (centres_GK, centre_of_M) in zip(contexts, clusterings, strict=True):
+
+    def group(vectors_MK: Floats) -> tuple[Tensor, float, float, float]:
+        """(centres [G, K] as they are multiplied, their scale, weight, floor)"""
+        centres_GK, centre_of_M = (
+            near_centres(vectors_MK, free) if centres is None else centres_of(vectors_MK, centres)
+        )
         matrix_GK, scale = _low_precision(centres_GK, dtype)
         rounded_GK = matrix_GK.double().numpy() * scale
-        weight, floor = _weight_and_floor(
-            vectors_MK, rounded_GK, centre_of_M, longest, dtype, rounding_error
+        return (
+            matrix_GK,
+            scale,
+            *_weight_and_floor(vectors_MK, rounded_GK, centre_of_M, longest, dtype, rounding_error),
         )
-        parts.append(matrix_GK[torch.arange(centre_count) % len(matrix_GK)])
-        scales.append(scale)
-        weights.append([weight])
-        floors.append(floor)
+
+    matrices, scales, weights, floors = zip(*in_parallel(group, contexts), strict=True)
+    centre_count = max(free, *map(len, matrices))
+    parts = [matrix_GK[torch.arange(centre_count) % len(matrix_GK)] for matrix_GK in matrices]
     # Not `contiguous`, which leaves the strides of a K of 1 as they are, and int8 products take as said.
     matrix_KC = (
         torch.stack(parts, dim=1).flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
     )
-    return Columns(
-        matrix_KC, len(contexts), torch.tensor(scales), torch.tensor(weights), torch.tensor(floors)
-    )
+    weights_Q1 = torch.tensor(weights)[:, None]
+    return Columns(matrix_KC, len(contexts), torch.tensor(scales), weights_Q1, torch.tensor(floors))
 
 
 def _weight_and_floor(
@@ -252,7 +228,7 @@ def centres_of(vectors_MK: Floats, count: int, merges: Floats | None = None) -> 
     is_of_GM = np.arange(count)[:, None] == groups_M
     # A centre is the sum of so much of each vector; distances follow from products of vectors.
     shares_GM = is_of_GM / is_of_GM.sum(axis=1, keepdims=True)
-    products_MM = vectors_MK @ vectors_MK.T
+    products_MM = _products(vectors_MK)
     for step in range(2, _CENTRE_STEPS + 2):
         distances_GM = products_MM.diagonal() - 2 * (shares_GM @ products_MM)
         farthest_G = np.where(is_of_GM, distances_GM, -np.inf).argmax(axis=1)
@@ -266,13 +242,19 @@ def _merges(vectors_MK: Floats) -> Floats:
     if len(vectors_MK) < 2:
         return np.empty((0, 4))
     unit_MK = vectors_MK / max(float(np.abs(vectors_MK).max()), 1e-300)
-    products_MM = unit_MK @ unit_MK.T
+    products_MM = _products(unit_MK)
     left, right = np.triu_indices(len(vectors_MK), 1)
     squares = products_MM.diagonal()[left] + products_MM.diagonal()[right]
     squares -= 2 * products_MM[left, right]
     merges = linkage(np.sqrt(squares.clip(min=0)), "complete")
     merges[:, 2] *= float(np.abs(vectors_MK).max())
     return np.asarray(merges)
+
+
+def _products(vectors_MK: Floats) -> Floats:
+    """[M, M], by torch: numpy's products take threads of their own."""
+    rows = torch.from_numpy(vectors_MK)
+    return (rows @ rows.T).numpy()
 
 
 def _highest_products(matrix_NK: Tensor, columns: Columns) -> Tensor:

@@ -33,13 +33,13 @@ from pipeline.pools.vector_format import Layer
 from pipeline.search import approximate, device
 from pipeline.search.bounds import (
     Columns,
-    in_parallel,
     sketch_columns,
     upper_bounds,
     vector_columns,
 )
 from pipeline.search.choice import Form, fastest_form
 from pipeline.search.scores import Scorer, exact_scores, scorer
+from pipeline.search.threads import in_parallel
 
 # Where less of a pool is allowed, its rows are picked out instead of going through all.
 _FEW_ALLOWED = 1 / 64
@@ -47,7 +47,8 @@ _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
 _BLOCK_ROWS = 1 << 14
 # Rows that are scored at once, by so many vectors at most: their products stay in a core's cache.
-_SCORED_ROWS, _LEAST_SCORED, _SCORED_PRODUCTS = 1024, 128, 1 << 16
+_SCORED_ROWS, _LEAST_SCORED, _MOST_SCORED, _SCORED_PRODUCTS = 1024, 128, 4096, 1 << 16
+_EXACT_ROWS = 256  # in float64
 _OPEN_ROWS = 1 << 12
 _SEEDS = 256
 _METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
@@ -141,7 +142,6 @@ def top_rows(
     allowed_count = len(pool) if among is None else int(among.sum())
     scale = _scale(pool, attention)
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
-    results: dict[int, tuple[Ints, Floats]] = {}
     count = min(top_k, allowed_count)
     todo = tops
     if pool.on_device is not None and method in ("auto", "exact"):
@@ -150,7 +150,7 @@ def top_rows(
         for number, places in found:  # while the device scores for the next ones
             tops[number].take_few(places)
             tops[number].certified = True
-            results[number] = tops[number].final()
+            tops[number].best  # noqa: B018, computed here
         todo = []
     elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
         for top in tops:
@@ -165,7 +165,7 @@ def top_rows(
         todo = [top for top in tops if certify or len(top) < count]
     for start in range(0, len(todo), _CONTEXTS):
         _scan_pool(pool, todo[start : start + _CONTEXTS], method)
-    ordered = [results.get(number) or top.final() for number, top in enumerate(tops)]
+    ordered = [top.best for top in tops]
     return TopRows(
         np.array([places for places, _ in ordered], np.int64).reshape(len(tops), count),
         np.array([scores for _, scores in ordered], np.float32).reshape(len(tops), count),
@@ -267,13 +267,11 @@ class _TopK:
             part = part[~(bounds_N[part] < self._reach)]
             self._score(np.sort(part) + start)
 
-    def final(self) -> tuple[Ints, Floats]:
+    @functools.cached_property
+    def best(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
         places = np.sort(self._places)
-        parts = [
-            exact_scores(self._pool.layer_at(part, "vectors"), self.vectors_MD, self.scale)
-            for part in _split(places, _SCORED_ROWS)
-        ]
+        parts = in_parallel(self._exact_scores_at, _split(places, _EXACT_ROWS))
         scores = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
         order = np.argsort(-scores)
         ordered = scores[order]
@@ -287,6 +285,9 @@ class _TopK:
         """Considers rows at ascending places."""
         scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
         self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
+
+    def _exact_scores_at(self, places: Ints) -> Floats:
+        return exact_scores(self._pool.layer_at(places, "vectors"), self.vectors_MD, self.scale)
 
     def _scores_at(self, places: Ints) -> Floats:
         return self.scorer.scores(self._pool.layer_at(places, "vectors"))[0]
@@ -330,15 +331,12 @@ def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
     together = tops[0].scorer
     if len(tops) > 1:
         together = scorer([top.vectors_MD for top in tops], together.scale, pool.longest)
-    rows = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _BLOCK_ROWS)
-    blocks = [
-        layer.take(slice(start, start + rows))
-        for layer in pool.multiplied_layers
-        for start in range(0, len(layer.matrix), rows)
-    ]
+    most = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _MOST_SCORED)
+    blocks = list(_blocks(pool.multiplied_layers, most))
     if not blocks:
         return
-    parts = in_parallel(together.scores, blocks)
+    share = map if len(blocks) == 1 else in_parallel  # a single block is multiplied by all cores
+    parts = list(share(together.scores, blocks))
     for top, scores in zip(tops, zip(*parts, strict=True), strict=True):
         top.take_scores(scores[0] if len(scores) == 1 else np.concatenate(scores))
 
@@ -358,16 +356,28 @@ def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int,
     """(the place of its first row, rows, blocks of rows and where each begins) of each section."""
     section_start = rows = 0
     blocks: list[tuple[int, Layer]] = []
-    for shard in pool.shards:
-        layer: Layer = getattr(shard, name)
-        for start in range(0, len(shard), _BLOCK_ROWS):
-            blocks.append((rows, layer.take(slice(start, start + _BLOCK_ROWS))))
-            rows += len(blocks[-1][1].matrix)
-            if rows >= _SECTION_ROWS:
-                yield section_start, rows, blocks
-                section_start, rows, blocks = section_start + rows, 0, []
+    for layer in _blocks([getattr(shard, name) for shard in pool.shards], _BLOCK_ROWS):
+        blocks.append((rows, layer))
+        rows += len(layer.matrix)
+        if rows >= _SECTION_ROWS:
+            yield section_start, rows, blocks
+            section_start, rows, blocks = section_start + rows, 0, []
     if blocks:
         yield section_start, rows, blocks
+
+
+def _blocks(layers: Sequence[Layer], most: int) -> Iterator[Layer]:
+    """All rows: one block of at most so many, else about equally many for each thread."""
+    total = sum(len(layer.matrix) for layer in layers)
+    blocks = 1 if total <= most else _round_up(-(-total // most), torch.get_num_threads())
+    rows = max(1, -(-total // blocks))
+    for layer in layers:
+        for start in range(0, len(layer.matrix), rows):
+            yield layer.take(slice(start, start + rows))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _seed_rows(bounds_N: Floats, count: int) -> Ints:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline.processor import KINDS, bound_kind, processor
+from pipeline.search.threads import one_thread
 
 Product = Callable[[Tensor], Tensor]
 """[B, K] → [B, C] int32, float32, float64 or bfloat16; valid until the next call."""
@@ -61,12 +62,8 @@ def free_columns(dtype: torch.dtype, width: int) -> int:
 def _fastest(dtype: torch.dtype, width: int, columns: int) -> tuple[Kernel, float]:
     """(the fastest kernel, its seconds for some rows)"""
     _bound_numkong()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _measure(dtype, width, columns)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure(dtype: torch.dtype, width: int, columns: int) -> tuple[Kernel, float]:
