@@ -170,6 +170,7 @@ def run(config: Config) -> program.Summary:
             asked_artifacts, corpus, measure, config, precision, baselines, known
         )
     results, comparisons = baselines + model_results, compare_all(model_results, config.seed)
+    least_scores = _least_scores(model_results, measure.protocol)
     summary: program.Summary = {
         "examples": len(question_set),
         "corpus": corpus.uri,
@@ -182,12 +183,14 @@ def run(config: Config) -> program.Summary:
         "models": {model.uri: model.fingerprint for model in artifacts},
         "skipped": skipped,
         **report.as_json(results, comparisons),
+        "least_scores": {name: least._asdict() for name, least in least_scores.items()},
     }
     notes = [
         *_notes(question_set, measure.protocol, config, corpus),
         *_known_note(known, question_set),
         f"models compute in {precision}",
         *_truncations(asked_artifacts, question_set),
+        *(f"{name}: {least}" for name, least in least_scores.items()),
     ]
     table = "\n".join([report.markdown(results, comparisons), "", *notes])
     print(table)
@@ -336,6 +339,16 @@ def _known_note(known: KnownContexts, question_set: Questions) -> list[str]:
     count = sum(text in known for text in question_set.texts)
     of_all = f"{count:,} of {len(question_set.texts):,} candidates"
     return [f"{of_all} are found by their contexts in train/, too"] if known else []
+
+
+def _least_scores(
+    results: Sequence[ScorerResult], protocol: Protocol
+) -> dict[str, none_candidate.LeastScore]:
+    """Where a question is asked among all texts, as in a service: which first answers to leave out."""
+    if protocol.source != "corpus":
+        return {}
+    found = {result.name: none_candidate.least_score(result.ranking) for result in results}
+    return {name: least for name, least in found.items() if least}
 
 
 def _plot(results: Sequence[ScorerResult], config: Config) -> Files:

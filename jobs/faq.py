@@ -19,6 +19,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
+from pipeline.evaluation.none_candidate import LeastScore
 from pipeline.pools import versions
 from pipeline.storage import fingerprints
 
@@ -129,10 +130,14 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
         if len(right) > 1
         else " by the texts of answers alone; the pool will know their questions, too"
     )
+    hint = ""
+    if len(right) > 1:  # scores by the texts of answers alone are not those of the pool
+        scores = dict(zip(names, evaluations, strict=True))[best]["least_scores"]
+        hint = "".join(f" {LeastScore(**score)}." for score in scores.values())
     return best, (
         f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}{by}. Users "
         f"who choose other words get fewer. Serves the {'trained' if best == 'ranker' else 'untrained'} one"
-        f"{'; --train false serves the other' if best == 'ranker' else ''}."
+        f"{'; --train false serves the other' if best == 'ranker' else ''}.{hint}"
     )
 
 

@@ -1,4 +1,6 @@
-"""DSTC7's sub-task 4: the right answer may be absent, and then the candidate NONE is right.
+"""Questions whose right answer is absent: which score is too low, and DSTC7's candidate NONE.
+
+In DSTC7's sub-task 4 the right answer may be absent, and then the candidate NONE is right.
 
 NONE is ranked like any other candidate, as in the challenge's own scorer. Its score is one of two: the
 model's own score of the text "NONE", for models that were trained on such examples, or a threshold, for
@@ -7,7 +9,7 @@ scorers that never saw one. Candidates below the threshold then rank behind NONE
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,41 @@ from pipeline.evaluation.questions import Questions
 
 if TYPE_CHECKING:
     from pipeline.evaluation.ranking import QuestionRanks
+
+_HIDDEN = 0.05
+
+
+class LeastScore(NamedTuple):
+    """A score, and what is hidden by leaving out the first answers that score lower."""
+
+    score: float
+    right: float
+    """The share of the right first answers that it hides."""
+    wrong: float
+    """The share of the wrong ones."""
+    absent: float
+    """The share of questions for which it hides the first of the other candidates, as if the right one
+    were absent."""
+
+    def __str__(self) -> str:
+        return (f"below a score of {self.score:.4g} lie {self.right:.0%} of the right first answers, "
+                f"{self.wrong:.0%} of the wrong ones, and {self.absent:.0%} of those to questions whose "
+                "right answer is not in the pool")  # fmt: skip
+
+
+def least_score(best: QuestionRanks, hidden: float = _HIDDEN) -> LeastScore | None:
+    """The score below which at most the share `hidden` of the right first answers lies; None without any."""
+    first_N = best.top_scores_NT[:, 0]
+    is_right_N = best.ranks_N == 1
+    right = np.sort(first_N[is_right_N])
+    if not len(right):
+        return None
+    score = float(right[int(hidden * len(right))])
+    others_N = np.where(is_right_N, best.top_scores_NT[:, 1], first_N)
+    parts = (right, first_N[~is_right_N], others_N)
+    return LeastScore(
+        score, *(float((part < score).mean()) if len(part) else 0.0 for part in parts)
+    )
 
 
 def require_none(questions: Questions, option: str) -> None:

@@ -319,8 +319,12 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     ):  # fmt: skip
         assert run_job_here(verb, *options).code == 0
     job = ("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
-    table = run_job_here(*job).summary["table"]
+    done = run_job_here(*job)
+    table = done.summary["table"]
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
+    (least,) = done.summary["least_scores"].values()
+    assert least["right"] <= 0.05
+    assert f"bi: below a score of {least['score']:.4g} lie" in done.stdout
 
     published = from_anywhere.load(tmp_path / "published" / "context", 0, 0)
     asked = questions(

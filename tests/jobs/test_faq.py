@@ -185,11 +185,15 @@ def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_pat
     ],
 )
 def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
+    least = {"score": 7.5, "right": 0.05, "wrong": 0.5, "absent": 0.6}
     steps = [
-        {"job": "evaluate", "examples": 24, "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r}}}
+        {"job": "evaluate", "examples": 24, "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r}},
+         "least_scores": {"bi": {**least, "score": 100 * r}}}
         for r in shares
-    ]
+    ]  # fmt: skip
     model, line = faq._best_model(steps)
+    served = shares[["untrained", "ranker"].index(best)]
+    assert (f"below a score of {100 * served:.4g} lie 5% of the right" in line) == (len(shares) > 1)
     assert model == best
     assert f"of 24 questions of the table, among all answers: {counts}" in line
 
