@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from serve.client import AsyncClient, Client, ServiceError
-from serve.client_types import Question, Ranking
+from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
 from serve.http import errors
 from serve.http.api import create_app
