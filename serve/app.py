@@ -42,10 +42,9 @@ from serve import tracing
 from serve.batcher import Batch
 from serve.engine import Engine
 from serve.follower import Follower
-from serve.http.answered_by import ModelAnswer
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.guard import log_to_stderr
+from serve.http.guard import ModelAnswer, log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
@@ -84,87 +83,53 @@ class Args(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(
-        min_length=1,
-        description="A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry.",
-    )
-    pools: list[str] = Field(
-        default=[], description="Pools that the model embedded; on the command line a,b."
-    )
-    sharded_pools: list[str] = Field(
-        default=[],
-        description="Pools that are divided into shards, each in a deployment of its own.",
-    )
-    shards: int = Field(
-        default=2, ge=1, le=1000, description="Number of shards of `sharded_pools`."
-    )
-    shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
-    shard_cpus: float = Field(
-        default=1.0, ge=0, description="Cores, and threads, of each replica of a shard."
-    )
-    shard_gpus: float = Field(
-        default=0.0,
-        ge=0,
-        description="GPUs of each replica of a shard; with one it searches there.",
-    )
-    shard_resources: dict[str, float] = Field(
-        default={},
-        description="Further resources of such a replica, such as serving: 1; only nodes with these run it.",
-    )
-    shard_wait_s: float = Field(
-        default=2.0, gt=0, description="Seconds after which a silent shard counts as missing."
-    )
-    on_missing_shard: OnMissingShard = Field(
-        default="refuse",
-        description="refuse: answer 503. answer: answer without the shard's rows, and say so.",
-    )
-    second_stage: str = Field(
-        default="",
-        description="A cross-encoder that scores the best of a pool again. An alias is resolved once.",
-    )
-    second_stage_candidates: int = Field(
-        default=50,
-        ge=1,
-        le=1000,
-        description="Rows of a pool that the second stage scores at least.",
-    )
-    together: bool = Field(
-        default=False,
-        description="Order by the mean of the second stage's scores and the search's, not by its own alone.",
-    )
-    classifier: str = Field(
-        default="",
-        description="A classifier (of jobs.classify_intents), for /classify. An alias is resolved once.",
-    )
-    candidate: str = Field(
-        default="",
-        description="Another model, such as models:/name@candidate, that answers a share of the requests.",
-    )
-    candidate_share: float = Field(
-        default=0.05, gt=0, le=1, description="The candidate's share of the requests."
-    )
-    precision: Precision = Field(
-        default="auto",
-        description="Precision of the encoder; auto: bf16 if the hardware has it.",
-    )
-    name: str = Field(default="ranker", description="Name of the deployment.")
-    poll_s: float = Field(
-        default=2.0, gt=0, description="Seconds between two looks for new versions."
-    )
-    origins: list[str] = Field(
-        default=[],
-        description="Origins whose pages may call the service (CORS); on the command line a,b.",
-    )
-    names: list[str] = Field(
-        default=[],
-        description="Names that a request's `model` may say, beside the fingerprint; another one is a 404. "
-        "None: `model` is ignored.",
-    )
-    playground: Literal["dialogue", "query", "none"] = Field(
-        default="dialogue",
-        description="What the page at `/` first asks for; none: there is no page.",
-    )
-    limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
+    model: str = Field(min_length=1)
+    """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry."""
+    pools: list[str] = []
+    """Pools that the model embedded; on the command line a,b."""
+    sharded_pools: list[str] = []
+    """Pools that are divided into shards, each in a deployment of its own."""
+    shards: int = Field(default=2, ge=1, le=1000)
+    """Number of shards of `sharded_pools`."""
+    shard_replicas: int = Field(default=1, ge=1)
+    """Replicas of each shard."""
+    shard_cpus: float = Field(default=1.0, ge=0)
+    """Cores, and threads, of each replica of a shard."""
+    shard_gpus: float = Field(default=0.0, ge=0)
+    """GPUs of each replica of a shard; with one it searches there."""
+    shard_resources: dict[str, float] = {}
+    """Further resources of such a replica, such as serving: 1; only nodes with these run it."""
+    shard_wait_s: float = Field(default=2.0, gt=0)
+    """Seconds after which a silent shard counts as missing."""
+    on_missing_shard: OnMissingShard = "refuse"
+    """refuse: answer 503. answer: answer without the shard's rows, and say so."""
+    second_stage: str = ""
+    """A cross-encoder that scores the best of a pool again. An alias is resolved once."""
+    second_stage_candidates: int = Field(default=50, ge=1, le=1000)
+    """Rows of a pool that the second stage scores at least."""
+    together: bool = False
+    """Order by the mean of the second stage's scores and the search's, not by its own alone."""
+    classifier: str = ""
+    """A classifier (of jobs.classify_intents), for /classify. An alias is resolved once."""
+    candidate: str = ""
+    """Another model, such as models:/name@candidate, that answers a share of the requests."""
+    candidate_share: float = Field(default=0.05, gt=0, le=1)
+    """The candidate's share of the requests."""
+    precision: Precision = "auto"
+    """Precision of the encoder; auto: bf16 if the hardware has it."""
+    name: str = "ranker"
+    """Name of the deployment."""
+    poll_s: float = Field(default=2.0, gt=0)
+    """Seconds between two looks for new versions."""
+    origins: list[str] = []
+    """Origins whose pages may call the service (CORS); on the command line a,b."""
+    names: list[str] = []
+    """Names that a request's `model` may say, beside the fingerprint; another one is a 404.
+    None: `model` is ignored."""
+    playground: Literal["dialogue", "query", "none"] = "dialogue"
+    """What the page at `/` first asks for; none: there is no page."""
+    limits: Limits = Limits()
+    """Limits on requests."""
 
     @field_validator("pools", "sharded_pools", "origins", "names", mode="before")
     @classmethod

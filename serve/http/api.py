@@ -32,11 +32,10 @@ from torch import Tensor
 from serve import playground
 from serve.engine import Engine
 from serve.http import errors, wire
-from serve.http.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.errors import error_responses
 from serve.http.fields import FilledText, Integer, Text
-from serve.http.guard import Guard
+from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import (
     MAX_CANDIDATES,
@@ -267,9 +266,13 @@ def create_app(
         playground.install(app, playground_opens)
     refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
-        Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
+        Guard,
+        limits=limits,
+        tokens=tokens,
+        refusal=refusal,
+        record_answer=record_answer,
+        record_error=record_error,
     )
-    app.add_middleware(AnsweredBy, record=record_answer)
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     if origins:
@@ -305,17 +308,14 @@ def create_app(
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
-        for each in body if isinstance(body, list) else [body]:
+        ranking_requests = body if isinstance(body, list) else [body]
+        for each in ranking_requests:
             each.check_limits(limits)
-        if not isinstance(body, list):
-            answer = await ranker.rank(body.query(), deadline, engine)
-            milliseconds = 1000 * (time.monotonic() - began)
-            return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
-        require_at_most(limits, "body", len(body), "requests")
+        require_at_most(limits, "body", len(ranking_requests), "requests")
         with ranker.batcher.one_request():
             rankings = [
-                asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
-                for ranking_request in body
+                asyncio.ensure_future(ranker.rank(each.query(), deadline, engine))
+                for each in ranking_requests
             ]
         try:
             answers = await asyncio.gather(*rankings)
@@ -323,10 +323,11 @@ def create_app(
             for ranking in rankings:  # after a refusal nobody waits for the others
                 ranking.cancel()
         milliseconds = 1000 * (time.monotonic() - began)
-        return await json_list(
-            [functools.partial(_response, answer, milliseconds) for answer in answers],
-            sum(map(_values, answers)),
-        )
+        responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
+        values = sum(map(_values, answers))
+        if isinstance(body, list):
+            return await json_list(responses, values)
+        return await json_answer(responses[0], values)
 
     @app.post(
         "/classify",
