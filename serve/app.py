@@ -40,22 +40,21 @@ from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from serve import tracing
 from serve.batcher import Batch
-from serve.engine import Engine
+from serve.engine import Engine, PoolAnswer
 from serve.follower import Follower
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.guard import ModelAnswer, log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
+from serve.refusals import Refusal
 from serve.service import Service
 from serve.shards import (
     OnMissingShard,
     PoolShard,
-    ShardAnswer,
     ShardedPool,
     ShardFacts,
     ShardQuery,
-    ShardRefusal,
     ShardUnavailable,
 )
 from serve.versions import (
@@ -293,10 +292,10 @@ class RankerShard:
         if problem := self._shard.problem():
             raise RuntimeError(problem)
 
-    async def open(self, version: str) -> ShardFacts | ShardRefusal:
+    async def open(self, version: str) -> ShardFacts | Refusal:
         return await self._shard.open(version)
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
         return await self._shard.search(query)
 
 
@@ -306,24 +305,25 @@ class _DeployedShard:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    def open(self, version: str) -> ShardFacts | ShardRefusal:
-        facts: ShardFacts | ShardRefusal
+    def open(self, version: str) -> ShardFacts | Refusal:
         try:
-            facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
+            facts: ShardFacts | Refusal = self._handle.open.remote(version).result(
+                timeout_s=_OPEN_S
+            )
             other_replicas = self._handle.broadcast("open", version)
             other_replicas.results(timeout_s=_OPEN_S, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
         return facts
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
         try:
             try:
                 return await self._handle.search.remote(query)  # type: ignore[no-any-return]
             except RayActorError:  # its replica has died under it: another one may live
                 return await self._handle.search.remote(query)  # type: ignore[no-any-return]
         except BackPressureError:
-            return ShardRefusal("overloaded", "a shard of the pool has too much to do", 1.0)
+            return Refusal("overloaded", "a shard of the pool has too much to do", None, 1.0)
         except (RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
 
