@@ -11,6 +11,7 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -72,7 +73,6 @@ _CHAMPION, _CANDIDATE = "versions", "candidate"  # names of the deciders
 _ANSWER_S = 30.0  # the decider may have to list an object store
 _REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
 _OPEN_S = 600.0  # a shard may have to download its part first
-_HEALTH_CHECK_S = 2.0  # a dead replica is replaced after so long; Serve's default is 10 s
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -136,7 +136,8 @@ class Args(BaseModel):
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-@serve.deployment(
+_deployment = functools.partial(
+    serve.deployment,
     # The service itself admits requests, by the work that waits. Serve's router passes a full queue on at
     # only 4 requests a second, so it should never have one: max_queued_requests is for requests in transit.
     # 16 was too few: some of 32 simultaneous clients were refused.
@@ -144,8 +145,11 @@ class Args(BaseModel):
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
-    health_check_period_s=_HEALTH_CHECK_S,
+    health_check_period_s=2.0,  # a dead replica is replaced after so long; Serve's default is 10 s
 )
+
+
+@_deployment()
 @serve.ingress()
 class Ranker:
     """A replica of the service."""
@@ -178,7 +182,9 @@ class Ranker:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
-            return _ask(decider, report)
+            actor = serve.get_deployment_actor(decider)  # each time, because it may have restarted
+            answer: Decision = ray.get(actor.follow.remote(report), timeout=_ANSWER_S)
+            return answer
 
         def record_decision(problems: Sequence[str]) -> None:
             is_champion = decider == _CHAMPION and follower.loaded is not None
@@ -205,23 +211,14 @@ class Ranker:
 
     def _load(self, versions: Versions) -> Engine:
         args, began = self._args, time.monotonic()
-        local_pools, sharded_pools = (
-            versions.pools[: len(args.pools)],
-            versions.pools[len(args.pools) :],
-        )
+        count_missing, local = self._metrics.record_missing_shard, len(args.pools)
         sharded = [
-            ShardedPool(
-                version,
-                self._shards,
-                args.shard_wait_s,
-                args.on_missing_shard,
-                self._metrics.record_missing_shard,
-            )
-            for version in sharded_pools
+            ShardedPool(pool, self._shards, args.shard_wait_s, args.on_missing_shard, count_missing)
+            for pool in versions.pools[local:]
         ]
         engine = Engine(
-            versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded,
-            args.second_stage_candidates, args.together,
+            versions.model, versions.pools[:local], args.precision, args.second_stage, args.classifier,
+            sharded, args.second_stage_candidates, args.together,
         )  # fmt: skip
         try:
             if engine.model.fingerprint != versions.fingerprint:
@@ -270,33 +267,21 @@ class Ranker:
         self._candidate_follower.close()
 
 
-@serve.deployment(
-    max_ongoing_requests=512,
-    max_queued_requests=256,
-    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
-    graceful_shutdown_timeout_s=30,
-    health_check_period_s=_HEALTH_CHECK_S,
-)
-class RankerShard:
+@_deployment()
+class RankerShard(PoolShard):
     """A replica that holds one shard of each of `sharded_pools`."""
 
     def __init__(self, number: int, args: Args) -> None:
         part = PoolPart(number, args.shards)
-        self._shard = PoolShard(part, args.limits.waiting_s, Metrics().record_batch)
+        super().__init__(part, args.limits.waiting_s, Metrics().record_batch)
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
-                self._shard.preload(pool)
+                self.preload(pool)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""
-        if problem := self._shard.problem():
+        if problem := self.problem():
             raise RuntimeError(problem)
-
-    async def open(self, version: str) -> ShardFacts | Refusal:
-        return await self._shard.open(version)
-
-    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
-        return await self._shard.search(query)
 
 
 class _DeployedShard:
@@ -306,10 +291,9 @@ class _DeployedShard:
         self._handle = handle
 
     def open(self, version: str) -> ShardFacts | Refusal:
+        facts: ShardFacts | Refusal
         try:
-            facts: ShardFacts | Refusal = self._handle.open.remote(version).result(
-                timeout_s=_OPEN_S
-            )
+            facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
             other_replicas = self._handle.broadcast("open", version)
             other_replicas.results(timeout_s=_OPEN_S, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException) as error:
@@ -338,13 +322,6 @@ def _collect_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
-
-
-def _ask(name: str, report: Report) -> Decision:
-    """Asks a decider. It is looked up each time, because it may have restarted."""
-    decider = serve.get_deployment_actor(name)
-    answer: Decision = ray.get(decider.follow.remote(report), timeout=_ANSWER_S)
-    return answer
 
 
 def build(args: Args) -> serve.Application:

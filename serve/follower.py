@@ -9,7 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +22,7 @@ from serve.versions import (
     RefusedPool,
     Report,
     Versions,
+    key_of,
     log_failure,
     problem_of,
 )
@@ -98,28 +99,30 @@ class Follower:
         decision = self._report()
         self._serve_prepared(decision)  # other replicas do so now, and the next load takes long
         for versions in (decision.decided, decision.proposed):
-            if versions is None or versions.key in (_key(self._serving), self._prepared_key):
+            if versions is None or versions.key in (key_of(self._serving), self._prepared_key):
                 continue
             if time.monotonic() < self._retry_at.get(versions.key, 0.0):
                 continue
             try:
-                self._set_prepared(versions, self._load_while_reporting(versions))
+                engine = self._load_while_reporting(versions)
             except Exception as error:
                 log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + RETRY_S
                 may_pass = not isinstance(error, BadInput)
                 pools = (error.uri,) if isinstance(error, RefusedPool) else ()
                 return self._report(versions, pools, problem_of(error), may_pass)
+            self._close_prepared()
+            self._prepared = (versions, engine)
             decision = self._report()
             break
         self._serve_prepared(decision)
-        if self._serving is not None and self._prepared_key != _key(decision.proposed):
+        if self._serving is not None and self._prepared_key != key_of(decision.proposed):
             self._close_prepared()  # another replica refused it
         return decision
 
     def _serve_prepared(self, decision: Decision) -> None:
         """Swaps, if what it has prepared is decided."""
-        if self._prepared is None or _key(decision.decided) != self._prepared_key:
+        if self._prepared is None or key_of(decision.decided) != self._prepared_key:
             return
         previous_engine, (self._serving, engine) = self._engine, self._prepared
         self._engine, self._prepared = engine, None  # the swap, for all later requests
@@ -128,23 +131,11 @@ class Follower:
 
     def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""
-        loading: Future[Engine] = Future()
-
-        def load() -> None:
-            try:
-                loading.set_result(self.load(versions))
-            except BaseException as error:
-                loading.set_exception(error)
-
-        threading.Thread(target=load, name="load-versions", daemon=True).start()
+        loading = ThreadPoolExecutor(1, "load-versions").submit(self.load, versions)
         while not wait([loading], self.poll_s).done:
             with suppress(Exception):  # a decider that restarts; the load goes on
                 self._report()
         return loading.result()
-
-    def _set_prepared(self, versions: Versions, engine: Engine) -> None:
-        self._close_prepared()
-        self._prepared = (versions, engine)
 
     def _close_prepared(self) -> None:
         if self._prepared is not None:
@@ -177,11 +168,7 @@ class Follower:
 
     @property
     def _prepared_key(self) -> str:
-        return _key(self._prepared[0]) if self._prepared else ""
-
-
-def _key(versions: Versions | None) -> str:
-    return versions.key if versions else ""
+        return key_of(self._prepared[0]) if self._prepared else ""
 
 
 def close_later(closable: Closable, seconds: float = _LEASE_S) -> threading.Timer:

@@ -109,21 +109,17 @@ class PoolShard:
         # A query that cannot be searched has failed in the ranker.
         return self.batcher.problem() or ("searches fail" if self.batcher.is_failing else "")
 
-    def preload(self, pool: str) -> None:
-        """Opens the CURRENT version of a pool. Raises BadInput or OSError."""
-        self._open(pool)
-
     async def open(self, version: str) -> ShardFacts | Refusal:
         """Opens the shard of a version, and checks its files, unless it is open."""
         loop = asyncio.get_running_loop()
         try:
-            shard = await loop.run_in_executor(self._opening, self._open, version)
+            shard = await loop.run_in_executor(self._opening, self.preload, version)
         except (BadInput, OSError) as error:
             return Refusal("invalid_request", str(error).splitlines()[0])
         return shard.facts()
 
-    def _open(self, version: str) -> _OpenShard:
-        """On one thread at a time."""
+    def preload(self, version: str) -> _OpenShard:
+        """Opens a version, or a pool's CURRENT one; on one thread at a time. Raises BadInput or OSError."""
         if (shard := self._find(version)) is not None:
             return shard
         pool = Pool.open(version, part=self._part, device=search_device())
@@ -155,7 +151,7 @@ class PoolShard:
         if shard is None:
             loop = asyncio.get_running_loop()
             try:
-                shard = await loop.run_in_executor(self._opening, self._open, query.version)
+                shard = await loop.run_in_executor(self._opening, self.preload, query.version)
             except (BadInput, OSError) as error:
                 _log.warning("%s: cannot be opened: %s", query.version, error)
                 raise ShardUnavailable("it cannot open the version") from None

@@ -24,6 +24,7 @@ from urllib.parse import quote, urlsplit
 from cachetools import TTLCache
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import tracing
@@ -126,7 +127,8 @@ class Guard:
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
         sender, state = "", scope.setdefault("state", {})
-        answer = _Answer(send, request_id, state, scope["method"] == "HEAD")
+        state["request_id"] = request_id
+        answer = _Answer(send, state, scope["method"] == "HEAD")
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
@@ -134,12 +136,15 @@ class Guard:
             SENDER.set(sender)
             if scope["method"] in _METHODS_WITH_BODY:
                 self._check_rate(sender, began)
-            state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
             with self._holding() as hold:
                 body = await self._read_body(scope, headers, receive, hold)
                 read_at = time.monotonic()
-                if body is not None and (refusal := self._early_refusal(state["deadline"])):
+                try:
+                    if body is not None:
+                        self._refuse_early(state["deadline"])
+                        body = self._decoded(headers, body, hold)
+                except Refusal as refusal:
                     await errors.response(refusal)(scope, receive, answer)
                 else:
                     await self._answer(scope, body, receive, answer)
@@ -148,7 +153,7 @@ class Guard:
         except asyncio.CancelledError:
             answer.status = 499
             raise
-        except _ClientGone:
+        except ClientDisconnect:
             return
         finally:
             if "model" in state:
@@ -186,11 +191,12 @@ class Guard:
             raise Refusal("overloaded", message, None, (1 - saved) / rate)
         self._rates[sender] = saved - 1, now
 
-    def _early_refusal(self, deadline: float) -> Refusal | None:
-        """The refusal of a request before it is parsed, or None."""
+    def _refuse_early(self, deadline: float) -> None:
+        """Raises the refusal of a request before it is parsed, if there is one."""
         if deadline <= time.monotonic():
-            return too_late_refusal()
-        return self._refusal(deadline)
+            raise too_late_refusal()
+        if refusal := self._refusal(deadline):
+            raise refusal
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -248,12 +254,9 @@ class Guard:
         """The whole body; None if the method has no body. Raises Refusal."""
         if scope["method"] not in _METHODS_WITH_BODY:
             return None
-        max_bytes = self._limits.body_bytes
-        length = headers.get("content-length", "")[:18]
-        if length.isdecimal() and int(length) > max_bytes:
-            raise Refusal(
-                "too_large", f"the body has {int(length):,} bytes; allowed: {max_bytes:,}"
-            )
+        length, most = headers.get("content-length", "")[:18], self._limits.body_bytes
+        if length.isdecimal() and int(length) > most:
+            raise Refusal("too_large", f"the body has {int(length):,} bytes; allowed: {most:,}")
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
@@ -265,62 +268,57 @@ class Guard:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                has_more = True
-                while has_more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGone
-                    hold(len(part := message.get("body", b"")))
+                async for part in Request(scope, receive).stream():
+                    hold(len(part))
                     body += part
-                    if len(body) > max_bytes:
-                        raise _too_large_refusal(max_bytes)
-                    has_more = message.get("more_body", False)
+                    self._require_size(body)
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
-        return _gunzipped(bytes(body), max_bytes) if encoding.endswith("gzip") else bytes(body)
+        return bytes(body)
+
+    def _decoded(self, headers: Headers, body: bytes, hold: Callable[[int], None]) -> bytes:
+        """The body without its compression. Raises Refusal."""
+        if not headers.get("content-encoding", "").strip().lower().endswith("gzip"):
+            return body
+        decoder = zlib.decompressobj(wbits=31)
+        try:
+            decoded = decoder.decompress(body, self._limits.body_bytes + 1)
+        except zlib.error:
+            raise Refusal("invalid_json", "the body is not gzip") from None
+        self._require_size(decoded)
+        if not decoder.eof:
+            raise Refusal("invalid_json", "the body's gzip is truncated")
+        if decoder.unused_data.strip(
+            b"\0"
+        ):  # to read it all takes the square of the number of members
+            raise Refusal("invalid_json", "the body's gzip has several members; allowed: one")
+        hold(len(decoded) - len(body))
+        return decoded
+
+    def _require_size(self, body: bytes | bytearray) -> None:
+        if len(body) > (most := self._limits.body_bytes):
+            raise Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
 
 
 class _Answer:
     """Sends the answer of a request with its id and its model, and without a body for HEAD.
     `status`: 0 until it begins."""
 
-    def __init__(
-        self, send: Send, request_id: str, state: Mapping[str, Any], is_head: bool
-    ) -> None:
-        self._send, self._request_id, self._is_head = send, request_id, is_head
-        self._state, self.status = state, 0
+    def __init__(self, send: Send, state: Mapping[str, Any], is_head: bool) -> None:
+        self._send, self._state, self._is_head = send, state, is_head
+        self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
+            headers["x-request-id"] = self._state["request_id"]
             if "model" in self._state:
                 headers[MODEL] = self._state["model"]
         elif message["type"] == "http.response.body" and self._is_head:
             message = {**message, "body": b""}
         await self._send(message)
-
-
-def _gunzipped(body: bytes, max_bytes: int) -> bytes:
-    """The body without its compression. Raises Refusal."""
-    decoder = zlib.decompressobj(wbits=31)
-    try:
-        decoded = decoder.decompress(body, max_bytes + 1)
-    except zlib.error:
-        raise Refusal("invalid_json", "the body is not gzip", None) from None
-    if len(decoded) > max_bytes:
-        raise _too_large_refusal(max_bytes)
-    if not decoder.eof:
-        raise Refusal("invalid_json", "the body's gzip is truncated", None)
-    if decoder.unused_data.strip(b"\0"):  # to read it all takes the square of the number of members
-        raise Refusal("invalid_json", "the body's gzip has several members; allowed: one", None)
-    return decoded
-
-
-def _too_large_refusal(max_bytes: int) -> Refusal:
-    return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 
 async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
@@ -378,10 +376,6 @@ def _is_safe_host(client: str, host: str) -> bool:
         return "." not in name or bool(ip_address(name))
     except ValueError:
         return False
-
-
-class _ClientGone(Exception):
-    """The client has closed the connection."""
 
 
 def log_to_stderr() -> logging.Handler:

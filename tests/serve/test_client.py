@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -124,9 +125,11 @@ def no_service() -> Iterator[str]:
 
 
 def error_of(call: Callable[[], Any]) -> ServiceError:
+    """The error, which may come from another process."""
     with pytest.raises(ServiceError) as caught:
         call()
     assert str(caught.value) == caught.value.message
+    assert vars(pickle.loads(pickle.dumps(caught.value))) == vars(caught.value)
     return caught.value
 
 
