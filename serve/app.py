@@ -228,7 +228,7 @@ class Ranker:
         except BaseException:
             engine.close()
             raise
-        self._metrics.record_load(time.monotonic() - began)
+        self._metrics.load_seconds.set(time.monotonic() - began)
         _collect_garbage()
         _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
         return engine
@@ -355,11 +355,7 @@ def application(args: Args, **options: Any) -> serve.Application:
             name=name,
             actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
-            init_kwargs={
-                "model": target.model,
-                "pools": list(target.pools),
-                "poll_s": args.poll_s,
-            },
+            init_kwargs={"model": target.model, "pools": list(target.pools), "poll_s": args.poll_s},
             actor_options={"num_cpus": 0},
         )
         for name, target in targets.items()

@@ -21,12 +21,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import httpx2
 from pydantic import AliasPath, Field, TypeAdapter, ValidationError
 
+from serve.answers import ClassifyResponse, Explanation, Result
 from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
@@ -77,28 +78,6 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Result:
-    """A candidate; `id` is the pool's or the caller's, or its place among the texts given."""
-
-    id: str
-    text: str
-    score: float
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    weights: Sequence[float] | None = None
-    """With `explain`: the share of each of the context's vectors in the score; they add up to 1."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The tokens and vectors of the context that a ranking comes from."""
-
-    tokens: Sequence[str]
-    """The context as the model read it."""
-    vectors: Sequence[Sequence[float]]
-    """For each of the context's vectors its attention to each token."""
-
-
-@dataclass(frozen=True)
 class Ranking:
     """Best first."""
 
@@ -124,39 +103,8 @@ class Ranking:
     """Tokens of the context that were read; 0: the service does not say."""
 
 
-@dataclass(frozen=True)
-class Intent:
-    """An intent and its probability."""
-
-    intent: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class Classification:
-    """A text's most probable intents, best first."""
-
-    intents: list[Intent]
-    out_of_scope: bool
-    """Even the best intent is too improbable."""
-
-
-@dataclass(frozen=True)
-class Classifications:
-    """One for each text, in order."""
-
-    results: list[Classification]
-    classifier: str
-    """Fingerprint of the classifier."""
-    encoder: str
-    """Fingerprint of the encoder that it reads texts with."""
-    milliseconds: float
-    """The service's time."""
-
-
 _RANKING, _RANKINGS = TypeAdapter(Ranking), TypeAdapter(list[Ranking])
-_CLASSIFICATIONS, _INFO = TypeAdapter(Classifications), TypeAdapter(dict[str, Any])
-"""The types of answers. They ignore fields that a later service adds."""
+_CLASSIFICATIONS, _INFO = TypeAdapter(ClassifyResponse), TypeAdapter(dict[str, Any])
 
 
 @dataclass(eq=False)
@@ -219,7 +167,7 @@ class AsyncClient:
 
     async def classify(
         self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
-    ) -> Classifications:
+    ) -> ClassifyResponse:
         """The intents of texts, of each the `top_k` most probable. Raises ServiceError."""
         body = {"texts": list(texts), "top_k": top_k}
         return await self._call("POST", "/classify", _CLASSIFICATIONS, body, request_id)

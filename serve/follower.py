@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeline.config import BadInput
 from serve.engine import Engine
@@ -108,9 +108,12 @@ class Follower:
             except Exception as error:
                 log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + RETRY_S
-                may_pass = not isinstance(error, BadInput)
-                pools = (error.uri,) if isinstance(error, RefusedPool) else ()
-                return self._report(versions, pools, problem_of(error), may_pass)
+                return self._report(
+                    refused=versions,
+                    refused_pools=(error.uri,) if isinstance(error, RefusedPool) else (),
+                    problem=problem_of(error),
+                    may_pass=not isinstance(error, BadInput),
+                )
             self._close_prepared()
             self._prepared = (versions, engine)
             decision = self._report()
@@ -142,22 +145,9 @@ class Follower:
             close_later(self._prepared[1], 0.0)
             self._prepared = None
 
-    def _report(
-        self,
-        refused: Versions | None = None,
-        refused_pools: tuple[str, ...] = (),
-        problem: str = "",
-        may_pass: bool = False,
-    ) -> Decision:
-        report = Report(
-            self.replica,
-            self._serving,
-            self._prepared_key,
-            refused,
-            refused_pools,
-            problem,
-            may_pass,
-        )
+    def _report(self, **refusal: Any) -> Decision:
+        """`refusal`: what it could not load; see `Report`."""
+        report = Report(self.replica, self._serving, self._prepared_key, **refusal)
         decision = self.ask(report)
         self._set_problems(decision.problems)
         return decision

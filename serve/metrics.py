@@ -68,7 +68,7 @@ class Metrics:
             "polyrank_requests", "Requests admitted and not answered; of a list each."
         )
         self._waiting_rows = Gauge("polyrank_waiting_rows", "Rows that wait for a batch.")
-        self._load_seconds = Gauge(
+        self.load_seconds = Gauge(
             "polyrank_load_seconds", "Seconds that the served model and pools took to load."
         )
         self._missing = Counter(
@@ -78,7 +78,6 @@ class Metrics:
         )
 
     def record_batch(self, batch: Batch) -> None:
-        """Records a batch."""
         tags = {"stage": batch.stage}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -86,7 +85,6 @@ class Metrics:
         self._units.inc(batch.cost, tags)
 
     def record_ranking(self, answer: RankAnswer) -> None:
-        """Records a ranking of /rank."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
@@ -97,21 +95,15 @@ class Metrics:
         tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
         self._answer_seconds.observe(answer.seconds, tags)
 
-    def record_load(self, seconds: float) -> None:
-        """Records that a model and its pools have been loaded."""
-        self._load_seconds.set(seconds)
-
     def record_queue(self, batcher: Batcher) -> None:
         """Records how much is under way and waits. It is called as often as either changes."""
         self._requests.set(batcher.requests)
         self._waiting_rows.set(batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
-        """Records an answer with an error."""
         self._errors.inc(1, {"status": str(status)})
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
-        """Records that a shard did not answer in time."""
         self._missing.inc(1, {"pool": pool, "shard": str(shard)})
 
     def record_decision(

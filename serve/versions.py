@@ -142,11 +142,7 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
 
 
 def _servable_version(
-    uri: str,
-    model: Artifact,
-    refused: Sequence[str],
-    served: Sequence[str],
-    problems: list[str],
+    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str], problems: list[str]
 ) -> str:
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):

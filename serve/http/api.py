@@ -19,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    JsonValue,
     StrictBool,
     StrictStr,
     Tag,
@@ -30,21 +29,14 @@ from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
 from serve import playground
-from serve.engine import Engine
+from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
 from serve.http import errors, wire
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.errors import error_responses
 from serve.http.fields import FilledText, Integer, Text
 from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
 from serve.http.json_answers import json_answer, json_list
-from serve.limits import (
-    MAX_CANDIDATES,
-    MAX_POOL_NAME,
-    MAX_REQUESTS,
-    MAX_TOP_K,
-    MAX_TURNS,
-    Limits,
-)
+from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.masks import RowFilter
 from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
@@ -146,25 +138,6 @@ class RankRequest(Strict):
         return RankQuery(self.turns, candidates, self.pool, self.top_k, rows, self.explain)
 
 
-class Result(BaseModel):
-    """A candidate. `id` is the client's or the pool's, or the text's place in the request. `columns` are the
-    pool's. `weights`, with `explain`: the share of each context vector in the score; they add up to 1."""
-
-    id: str
-    text: str
-    score: float
-    columns: dict[str, JsonValue] = {}
-    weights: list[float] | None = None
-
-
-class Explanation(BaseModel):
-    """`tokens`: the context as the model read it. `vectors`: for each context vector its attention to each
-    token, which adds up to 1, or to 0 for a vector that does not count."""
-
-    tokens: list[str]
-    vectors: list[list[float]]
-
-
 class PoolVersion(BaseModel):
     """The pool version that answered. `missing_shards`: numbers of the shards that did not answer, whose rows
     are not among the results."""
@@ -197,29 +170,6 @@ class ClassifyRequest(Strict):
 
     texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
     top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
-
-
-class Intent(BaseModel):
-    """An intent and its probability."""
-
-    intent: str
-    probability: float
-
-
-class Classification(BaseModel):
-    """A text's most probable intents, best first. `out_of_scope`: even the best is too improbable."""
-
-    intents: list[Intent]
-    out_of_scope: bool
-
-
-class ClassifyResponse(BaseModel):
-    """A result for each text, in order; `classifier` and `encoder` are fingerprints."""
-
-    results: list[Classification]
-    classifier: str
-    encoder: str
-    milliseconds: float
 
 
 class Health(BaseModel):
@@ -345,20 +295,13 @@ def create_app(
         def response() -> ClassifyResponse:
             results = [
                 Classification(
-                    intents=[
-                        Intent(intent=intent, probability=value)
-                        for intent, value in intents.classifier.best(text_intents, body.top_k)
-                    ],
-                    out_of_scope=text_intents.out_of_scope,
+                    [Intent(*best) for best in intents.classifier.best(text, body.top_k)],
+                    text.out_of_scope,
                 )
-                for text_intents in classified
+                for text in classified
             ]
-            return ClassifyResponse(
-                results=results,
-                classifier=intents.artifact.fingerprint,
-                encoder=intents.classifier.encoder_fingerprint,
-                milliseconds=milliseconds,
-            )
+            encoder = intents.classifier.encoder_fingerprint
+            return ClassifyResponse(results, intents.artifact.fingerprint, encoder, milliseconds)
 
         most_intents = min(body.top_k, len(intents.classifier.labels))
         return await json_answer(response, 2 * most_intents * len(body.texts))
@@ -392,37 +335,28 @@ def _values(answer: RankAnswer) -> int:
 
 
 def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
-    engine: Engine = answer.engine
-    explained, explanation = answer.explained, None
+    explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
         weights = _rounded(explained.weights_CM)
         tokens, attention_MT = explained.attended
-        explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
+        explanation = Explanation(tokens, _rounded(attention_MT))
+    if answer.pool:
+        missing = list(answer.missing_shards)
+        pool = PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
     return RankResponse(
         results=[
-            Result(
-                id=result.id,
-                text=result.text,
-                score=result.score,
-                columns=dict(result.columns),
-                weights=result_weights,
-            )
-            for result, result_weights in zip(answer.results, weights, strict=True)
+            Result(result.id, result.text, result.score, dict(result.columns), row)
+            for result, row in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
-        model=engine.model.fingerprint,
+        model=answer.engine.model.fingerprint,
         second_stage=answer.second_stage,
-        pool=_pool_version(answer) if answer.pool else None,
+        pool=pool,
         context_tokens=answer.context_tokens,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,
     )
-
-
-def _pool_version(answer: RankAnswer) -> PoolVersion:
-    missing = list(answer.missing_shards)
-    return PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
 
 
 def _rounded(weights: Tensor) -> list[list[float]]:

@@ -191,9 +191,7 @@ def add_routes(
         return card(id)
 
     @app.post(
-        "/",
-        responses=error_responses(*REFUSALS),
-        response_model=list[float] | list[list[float]],
+        "/", responses=error_responses(*REFUSALS), response_model=list[float] | list[list[float]]
     )
     async def hugging_face(body: HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's

@@ -40,8 +40,7 @@ GivenDocument = Annotated[
 # Requests
 
 Truncate = Annotated[
-    Literal[True, None],
-    Field(description="Texts that are too long are always truncated."),
+    Literal[True, None], Field(description="Texts that are too long are always truncated.")
 ]
 _DIMENSIONS = (
     "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
