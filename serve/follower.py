@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.config import BadInput
 from serve.engine import Engine
@@ -29,12 +29,6 @@ from serve.versions import (
 
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
-
-
-class Closable(Protocol):
-    """What is closed."""
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -130,7 +124,7 @@ class Follower:
         previous_engine, (self._serving, engine) = self._engine, self._prepared
         self._engine, self._prepared = engine, None  # the swap, for all later requests
         if previous_engine is not None:
-            close_later(previous_engine)
+            close_later(previous_engine.close)
 
     def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""
@@ -142,7 +136,7 @@ class Follower:
 
     def _close_prepared(self) -> None:
         if self._prepared is not None:
-            close_later(self._prepared[1], 0.0)
+            close_later(self._prepared[1].close, 0.0)
             self._prepared = None
 
     def _report(self, **refusal: Any) -> Decision:
@@ -161,15 +155,15 @@ class Follower:
         return key_of(self._prepared[0]) if self._prepared else ""
 
 
-def close_later(closable: Closable, seconds: float = _LEASE_S) -> threading.Timer:
+def close_later(close: Callable[[], None], seconds: float = _LEASE_S) -> threading.Timer:
     """Closes an engine or a shard, whose requests have ended then, and frees its memory."""
-    closables = [closable]
+    closes = [close]
 
-    def close() -> None:
-        closables.pop().close()
+    def close_and_forget() -> None:
+        closes.pop()()
         gc.collect()  # an engine refers to itself
 
-    timer = threading.Timer(seconds, close)
+    timer = threading.Timer(seconds, close_and_forget)
     timer.daemon = True
     timer.start()
     return timer

@@ -109,6 +109,13 @@ def _require_pool(engine: Engine, name: str) -> None:
         raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
 
 
+def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
+    """Some texts of a pool, of which the first is the context, too."""
+    texts = engine.sample_texts()
+    candidates = None if pool else [CandidateText(text, text) for text in texts]
+    return RankQuery(texts[:1], candidates, pool, len(texts))
+
+
 def _search_depth(engine: Engine, query: RankQuery) -> int:
     """Number of rows to search for: more than `top_k` if a second stage scores them again."""
     stage = engine.second_stage
@@ -163,12 +170,10 @@ class Service:
         If the latest batches failed, it asks the champion, which requests that cannot be computed do not
         make sick."""
         if not (problem := self.batcher.problem()) and self.batcher.is_failing:
-            texts = self.champion.sample_texts()
-            candidates = [CandidateText(text, text) for text in texts]
-            query = RankQuery(texts[:1], candidates, None, 1)
             SENDER.set("health check")
             try:
-                await self._answer(query, time.monotonic() + _HEALTH_S, self.champion)
+                query, deadline = _sample_query(self.champion), time.monotonic() + _HEALTH_S
+                await self._answer(query, deadline, self.champion)
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem
@@ -180,11 +185,7 @@ class Service:
         It asks three times, as the batcher ignores the first measurement. A busy one, which knows the times,
         may refuse."""
         SENDER.set("rehearsal")
-        texts = engine.sample_texts()
-        candidates = [CandidateText(text, text) for text in texts]
-        queries = [RankQuery(texts[:1], candidates, None, len(texts))]
-        queries += [RankQuery(texts[:1], None, pool, len(texts)) for pool in engine.pools]
-        for query in queries * 3:
+        for query in [_sample_query(engine, pool) for pool in (None, *engine.pools)] * 3:
             with suppress(Refusal):
                 await self._answer(query, deadline, engine)
 

@@ -116,7 +116,8 @@ class PoolShard:
             shard = await loop.run_in_executor(self._opening, self.preload, version)
         except (BadInput, OSError) as error:
             return Refusal("invalid_request", str(error).splitlines()[0])
-        return shard.facts()
+        pool = shard.pool
+        return ShardFacts(describe(pool), pool.filter_columns, pool.canaries(CANARIES))
 
     def preload(self, version: str) -> _OpenShard:
         """Opens a version, or a pool's CURRENT one; on one thread at a time. Raises BadInput or OSError."""
@@ -130,7 +131,7 @@ class PoolShard:
             versions = [uri for uri, other in self._open_shards.items() if other.pool.name == name]
             old_shards = [self._open_shards.pop(uri) for uri in versions[:-_VERSIONS]]
         for old_shard in old_shards:
-            close_later(old_shard)
+            close_later(old_shard.close)
         return shard
 
     def _find(self, version: str) -> _OpenShard | None:
@@ -192,7 +193,6 @@ class _OpenShard:
         self.pool = pool
         self.first = part.rows(pool.artifact.rows("rows/")).start
         """The place of its first row in the whole pool."""
-        self.columns = pool.filter_columns
         self._lease = lease(pool.artifact.uri)
         self.masks = Masks()
         self.searches = functools.cache(functools.partial(search_stage, pool))
@@ -207,9 +207,6 @@ class _OpenShard:
         self.pool.close()
         if self._lease is not None:
             self._lease.stop()
-
-    def facts(self) -> ShardFacts:
-        return ShardFacts(describe(self.pool), self.columns, self.pool.canaries(CANARIES))
 
 
 class ShardUnavailable(RuntimeError):
