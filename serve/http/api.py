@@ -14,16 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictBool,
-    StrictStr,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
@@ -32,150 +23,15 @@ from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
 from serve.http import errors, wire
 from serve.http.bearer_tokens import BearerTokens
+from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
 from serve.http.errors import error_responses
-from serve.http.fields import FilledText, Integer, Text
 from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
 from serve.http.json_answers import json_answer, json_list
-from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
-from serve.masks import RowFilter
+from serve.limits import MAX_REQUESTS, Limits
 from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
-from serve.service import CandidateText, RankAnswer, RankQuery, Service
+from serve.service import RankAnswer, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
-
-
-class Strict(BaseModel):
-    """Refuses unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Candidate(Strict):
-    """A text with the client's own id."""
-
-    id: Text
-    text: FilledText
-
-
-GivenCandidate = Annotated[
-    Annotated[FilledText, Tag("<text>")] | Annotated[Candidate, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, (dict, Candidate)) else "<text>"),
-]
-
-
-class RankRequest(Strict):
-    """The candidates come with the request, or from a pool."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
-    )
-
-    context: Annotated[
-        Annotated[FilledText, Tag("<text>")]
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
-        Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
-    ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: list[GivenCandidate] | None = Field(
-        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
-    )
-    pool: StrictStr | None = Field(
-        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
-    )
-    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
-    where: dict[str, list[Text]] | None = Field(
-        default=None,
-        max_length=10,
-        description="With a pool: its columns, and the values that a row may have there.",
-    )
-    allow: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
-    )
-    deny: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
-    )
-    explain: StrictBool = Field(
-        default=False,
-        description="Say which tokens the context's vectors attend to, and how much each vector counts in "
-        "each score. Not with a cross-encoder, which has no vectors.",
-    )
-
-    @model_validator(mode="after")
-    def _check_source(self) -> RankRequest:
-        if not any(turn.strip() for turn in self.turns):
-            raise ValueError("context: every turn is empty")
-        if (self.candidates is None) == (self.pool is None):
-            raise ValueError("candidates, pool: exactly one of them is needed")
-        for name in ("where", "allow", "deny"):
-            if self.pool is None and getattr(self, name) is not None:
-                raise ValueError(f"{name}: allowed: only with a pool")
-        return self
-
-    @property
-    def turns(self) -> list[str]:
-        return [self.context] if isinstance(self.context, str) else self.context
-
-    def check_limits(self, limits: Limits) -> None:
-        """Raises Refusal if it asks for more than the service allows."""
-        for name in ("candidates", "allow", "deny"):
-            require_at_most(limits, name, len(getattr(self, name) or ()))
-        require_at_most(limits, "top_k", self.top_k, "top_k")
-
-    def query(self) -> RankQuery:
-        candidates = None
-        if self.candidates is not None:
-            candidates = [
-                CandidateText(str(place), candidate)
-                if isinstance(candidate, str)
-                else CandidateText(candidate.id, candidate.text)
-                for place, candidate in enumerate(self.candidates)
-            ]
-        rows = RowFilter(
-            where=tuple((name, tuple(values)) for name, values in (self.where or {}).items()),
-            allow=None if self.allow is None else tuple(self.allow),
-            deny=tuple(self.deny or ()),
-        )
-        return RankQuery(self.turns, candidates, self.pool, self.top_k, rows, self.explain)
-
-
-class PoolVersion(BaseModel):
-    """The pool version that answered. `missing_shards`: numbers of the shards that did not answer, whose rows
-    are not among the results."""
-
-    name: str
-    version: str
-    missing_shards: list[int] = []
-
-
-class RankResponse(BaseModel):
-    """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
-    scored the best rows of a pool again. `certified`: whether this is provably the exact top k; with a
-    second stage: whether it scored provably the exact best. `context_tokens`: tokens of the context that
-    were read; a context longer than `limits.max_context_tokens` of /info is cut. `milliseconds`: the
-    replica's time.
-    `explanation`: only with `explain`, and if there are results."""
-
-    results: list[Result]
-    certified: bool
-    model: str
-    second_stage: str | None = None
-    pool: PoolVersion | None
-    context_tokens: int = 0
-    milliseconds: float
-    explanation: Explanation | None = None
-
-
-class ClassifyRequest(Strict):
-    """Texts with one intent each, such as customers' messages."""
-
-    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
-
-
-class Health(BaseModel):
-    """`ok`: the process answers; for /ready also: a model is loaded and computes."""
-
-    status: str
 
 
 def create_app(

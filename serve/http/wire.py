@@ -33,10 +33,7 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.http.errors import error_responses
-from serve.http.guard import name_engine
-from serve.http.json_answers import json_answer
-from serve.http.wire_bodies import (
+from serve.http.bodies import (
     AnyRerank,
     ApiVersion,
     Document,
@@ -55,6 +52,9 @@ from serve.http.wire_bodies import (
     TextScore,
     Usage,
 )
+from serve.http.errors import error_responses
+from serve.http.guard import name_engine
+from serve.http.json_answers import json_answer
 from serve.limits import Limits
 from serve.refusals import REFUSALS, Refusal, require_at_most
 from serve.service import Service
