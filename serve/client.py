@@ -133,8 +133,11 @@ class AsyncClient:
     def __init__(
         self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
     ) -> None:
-        self._token, self._timeout_s, self._retries = token.strip(), timeout_s, retries
-        self._new_http = functools.partial(httpx2.AsyncClient, base_url=url, timeout=None)
+        self._timeout_s, self._retries = timeout_s, retries
+        headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else None
+        self._new_http = functools.partial(
+            httpx2.AsyncClient, base_url=url, headers=headers, timeout=None
+        )
         self._http = self._new_http()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -208,8 +211,6 @@ class AsyncClient:
         retries = self._retries if retries is None else retries
         deadline = time.monotonic() + self._timeout_s
         headers = {"x-request-id": request_id or uuid.uuid4().hex}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
         wait_s, attempts, deaths = 0.0, 0, 0
         while True:
             left_s = deadline - time.monotonic() - wait_s

@@ -182,8 +182,10 @@ class PoolShard:
             replace(result, index=place)
             for result, place in zip(answer.results, pool_places, strict=True)
         ]
-        vectors = vectors_at(shard.pool, places) if query.with_vectors else ()
-        return PoolAnswer(results, answer.certified, dict(zip(pool_places, vectors, strict=False)))
+        if not query.with_vectors:
+            return PoolAnswer(results, answer.certified)
+        vectors = dict(zip(pool_places, vectors_at(shard.pool, places), strict=True))
+        return PoolAnswer(results, answer.certified, vectors)
 
 
 class _OpenShard:

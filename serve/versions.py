@@ -180,9 +180,8 @@ def _versions_newest_first(uri: str) -> list[str]:
     dated_versions: list[tuple[str, str]] = []
     for version in storage.list_folders(uri):
         with suppress(BadInput):
-            dated_versions.append(
-                (str(read_artifact(version, KIND).manifest["created_at"]), version)
-            )
+            manifest = read_artifact(version, KIND).manifest
+            dated_versions.append((str(manifest["created_at"]), version))
     return [version for _, version in sorted(dated_versions, reverse=True)]
 
 
@@ -221,35 +220,24 @@ class Decider:
         """Takes a replica's report, and answers what to serve and what to load. It waits for nothing."""
         now, patience_s = time.monotonic(), _SILENT_POLLS * self._poll_s
         with self._lock:
-            self._reports = {
-                name: (at, last)
-                for name, (at, last) in self._reports.items()
-                if now - at < patience_s
-            }
+            reports, refused = self._reports.items(), self._refused.items()
+            self._reports = {name: entry for name, entry in reports if now - entry[0] < patience_s}
+            self._refused = {key: entry for key, entry in refused if now < entry[0]}
             is_new = report.replica not in self._reports
             self._reports[report.replica] = now, report
             if self._decided is None and report.serving is not None:
                 self._decided, self._decides_from = report.serving, now + patience_s
-            self._refused = {
-                key: (until, refusal)
-                for key, (until, refusal) in self._refused.items()
-                if now < until
-            }
             if report.refused:
                 self._refuse(report.refused, report, now)
             elif is_new and self._decided is None:  # it may load what its predecessor could not
                 self._refused, self._problems = {}, []
                 self._is_due.set()
-            proposed = self._proposed
-            if (
-                proposed
-                and now >= self._decides_from
-                and all(
-                    proposed.key in (last.prepared, key_of(last.serving))
-                    for _, last in self._reports.values()
-                )
-            ):
-                self._decided, self._proposed = proposed, None
+            proposed_key, last_reports = key_of(self._proposed), self._reports.values()
+            is_loaded_by_all = all(
+                proposed_key in (last.prepared, key_of(last.serving)) for _, last in last_reports
+            )
+            if self._proposed and now >= self._decides_from and is_loaded_by_all:
+                self._decided, self._proposed = self._proposed, None
             refusals = [refusal.problem for _, refusal in self._refused.values()]
             return Decision(self._decided, self._proposed, (*self._problems, *refusals))
 
@@ -269,17 +257,14 @@ class Decider:
                 self._problems = [problem_of(error)]
             return
         with self._lock:
-            self._propose(wanted, problems)
-
-    def _propose(self, wanted: Versions, problems: list[str]) -> None:
-        for problem in problems:
-            if problem not in self._problems:
-                _log.warning("%s", problem)
-        self._problems = problems
-        is_served = wanted.key == key_of(self._decided)
-        if is_served and not self._problems:  # the refused versions are not wanted any longer
-            self._refused = {}
-        self._proposed = None if is_served or wanted.key in self._refused else wanted
+            for problem in problems:
+                if problem not in self._problems:
+                    _log.warning("%s", problem)
+            self._problems = problems
+            is_served = wanted.key == key_of(self._decided)
+            if is_served and not problems:  # the refused versions are not wanted any longer
+                self._refused = {}
+            self._proposed = None if is_served or wanted.key in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers refused versions: the pool versions that are the reason, or all."""
