@@ -42,10 +42,7 @@ _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first te
 _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
-_NICENESS = 10
-"""Of the thread that computes, so that the event loop goes on where cores are short. With one short question,
-at twice the load that 2 cores answer beside their clients, a refusal took 0.7 s in the median without it and
-3 ms with it, and 290 requests/s were answered, not 160. With longer contexts it gains less: 5 %."""
+_NICENESS_STEP = 10
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
@@ -162,6 +159,20 @@ _Heap = list[tuple[int, int, _Call]]
 """Calls that have rows to take, in the order of their parts and then of the calls."""
 _Batch = list[tuple[_Call, int]]
 """Calls, and the places of the rows that are computed."""
+
+
+def lower_priority() -> None:
+    """Lowers the priority of this thread, which computes, or is the event loop (`Guard` calls it there).
+
+    Both by the same, or one takes the cores from the other. With the event loop's alone, one short question
+    and twice the load that 2 cores answer beside their clients, a refusal took 0.7 s in the median, not 3 ms,
+    and 160 requests/s were answered, not 290. With longer contexts it gains less: 5 %. With neither, 200
+    clients got 5 rankings a second, not 13. Ray's workers have niceness 15, which only root may lower.
+    """
+    if sys.platform == "linux":  # where a thread has a niceness of its own
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS_STEP
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
 
 
 class Batcher:
@@ -322,8 +333,7 @@ class Batcher:
             raise
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority()
         while True:
             with self._changed:
                 while not self._closed and not self._calls:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import threading
 import time
 import uuid
 import zlib
@@ -28,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import tracing
-from serve.batcher import SENDER
+from serve.batcher import SENDER, lower_priority
 from serve.engine import Engine
 from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
@@ -52,21 +50,8 @@ _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
 _SAVED_S = 10.0  # for which a sender may save up requests
 _MOST_SENDERS = 10_000  # without tokens a sender is an address
 _METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
-_NICENESS_STEP = 10
 _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
-
-
-def _lower_priority() -> None:
-    """Lowers the priority of this thread, which reads and refuses requests, below the threads that compute.
-
-    With 200 clients on two cores, 13 rankings a second were answered with it and 5 without it.
-    """
-    # Linux has a niceness per thread. Elsewhere the call fails: the number is not a process.
-    thread = threading.get_native_id()
-    with suppress(OSError, AttributeError):
-        nice = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + _NICENESS_STEP))
 
 
 class ModelAnswer(NamedTuple):
@@ -119,7 +104,7 @@ class Guard:
             return
         if not self._has_lowered_priority:
             self._has_lowered_priority = True
-            _lower_priority()
+            lower_priority()
         began = time.monotonic()
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")
