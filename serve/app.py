@@ -11,6 +11,7 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -40,23 +41,21 @@ from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from serve import tracing
 from serve.batcher import Batch
-from serve.engine import Engine
+from serve.engine import Engine, PoolAnswer
 from serve.follower import Follower
-from serve.http.answered_by import ModelAnswer
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.guard import log_to_stderr
+from serve.http.guard import ModelAnswer, log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
+from serve.refusals import Refusal
 from serve.service import Service
 from serve.shards import (
     OnMissingShard,
     PoolShard,
-    ShardAnswer,
     ShardedPool,
     ShardFacts,
     ShardQuery,
-    ShardRefusal,
     ShardUnavailable,
 )
 from serve.versions import (
@@ -74,7 +73,6 @@ _CHAMPION, _CANDIDATE = "versions", "candidate"  # names of the deciders
 _ANSWER_S = 30.0  # the decider may have to list an object store
 _REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
 _OPEN_S = 600.0  # a shard may have to download its part first
-_HEALTH_CHECK_S = 2.0  # a dead replica is replaced after so long; Serve's default is 10 s
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -84,87 +82,53 @@ class Args(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(
-        min_length=1,
-        description="A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry.",
-    )
-    pools: list[str] = Field(
-        default=[], description="Pools that the model embedded; on the command line a,b."
-    )
-    sharded_pools: list[str] = Field(
-        default=[],
-        description="Pools that are divided into shards, each in a deployment of its own.",
-    )
-    shards: int = Field(
-        default=2, ge=1, le=1000, description="Number of shards of `sharded_pools`."
-    )
-    shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
-    shard_cpus: float = Field(
-        default=1.0, ge=0, description="Cores, and threads, of each replica of a shard."
-    )
-    shard_gpus: float = Field(
-        default=0.0,
-        ge=0,
-        description="GPUs of each replica of a shard; with one it searches there.",
-    )
-    shard_resources: dict[str, float] = Field(
-        default={},
-        description="Further resources of such a replica, such as serving: 1; only nodes with these run it.",
-    )
-    shard_wait_s: float = Field(
-        default=2.0, gt=0, description="Seconds after which a silent shard counts as missing."
-    )
-    on_missing_shard: OnMissingShard = Field(
-        default="refuse",
-        description="refuse: answer 503. answer: answer without the shard's rows, and say so.",
-    )
-    second_stage: str = Field(
-        default="",
-        description="A cross-encoder that scores the best of a pool again. An alias is resolved once.",
-    )
-    second_stage_candidates: int = Field(
-        default=50,
-        ge=1,
-        le=1000,
-        description="Rows of a pool that the second stage scores at least.",
-    )
-    together: bool = Field(
-        default=False,
-        description="Order by the mean of the second stage's scores and the search's, not by its own alone.",
-    )
-    classifier: str = Field(
-        default="",
-        description="A classifier (of jobs.classify_intents), for /classify. An alias is resolved once.",
-    )
-    candidate: str = Field(
-        default="",
-        description="Another model, such as models:/name@candidate, that answers a share of the requests.",
-    )
-    candidate_share: float = Field(
-        default=0.05, gt=0, le=1, description="The candidate's share of the requests."
-    )
-    precision: Precision = Field(
-        default="auto",
-        description="Precision of the encoder; auto: bf16 if the hardware has it.",
-    )
-    name: str = Field(default="ranker", description="Name of the deployment.")
-    poll_s: float = Field(
-        default=2.0, gt=0, description="Seconds between two looks for new versions."
-    )
-    origins: list[str] = Field(
-        default=[],
-        description="Origins whose pages may call the service (CORS); on the command line a,b.",
-    )
-    names: list[str] = Field(
-        default=[],
-        description="Names that a request's `model` may say, beside the fingerprint; another one is a 404. "
-        "None: `model` is ignored.",
-    )
-    playground: Literal["dialogue", "query", "none"] = Field(
-        default="dialogue",
-        description="What the page at `/` first asks for; none: there is no page.",
-    )
-    limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
+    model: str = Field(min_length=1)
+    """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry."""
+    pools: list[str] = []
+    """Pools that the model embedded; on the command line a,b."""
+    sharded_pools: list[str] = []
+    """Pools that are divided into shards, each in a deployment of its own."""
+    shards: int = Field(default=2, ge=1, le=1000)
+    """Number of shards of `sharded_pools`."""
+    shard_replicas: int = Field(default=1, ge=1)
+    """Replicas of each shard."""
+    shard_cpus: float = Field(default=1.0, ge=0)
+    """Cores, and threads, of each replica of a shard."""
+    shard_gpus: float = Field(default=0.0, ge=0)
+    """GPUs of each replica of a shard; with one it searches there."""
+    shard_resources: dict[str, float] = {}
+    """Further resources of such a replica, such as serving: 1; only nodes with these run it."""
+    shard_wait_s: float = Field(default=2.0, gt=0)
+    """Seconds after which a silent shard counts as missing."""
+    on_missing_shard: OnMissingShard = "refuse"
+    """refuse: answer 503. answer: answer without the shard's rows, and say so."""
+    second_stage: str = ""
+    """A cross-encoder that scores the best of a pool again. An alias is resolved once."""
+    second_stage_candidates: int = Field(default=50, ge=1, le=1000)
+    """Rows of a pool that the second stage scores at least."""
+    together: bool = False
+    """Order by the mean of the second stage's scores and the search's, not by its own alone."""
+    classifier: str = ""
+    """A classifier (of jobs.classify_intents), for /classify. An alias is resolved once."""
+    candidate: str = ""
+    """Another model, such as models:/name@candidate, that answers a share of the requests."""
+    candidate_share: float = Field(default=0.05, gt=0, le=1)
+    """The candidate's share of the requests."""
+    precision: Precision = "auto"
+    """Precision of the encoder; auto: bf16 if the hardware has it."""
+    name: str = "ranker"
+    """Name of the deployment."""
+    poll_s: float = Field(default=2.0, gt=0)
+    """Seconds between two looks for new versions."""
+    origins: list[str] = []
+    """Origins whose pages may call the service (CORS); on the command line a,b."""
+    names: list[str] = []
+    """Names that a request's `model` may say, beside the fingerprint; another one is a 404.
+    None: `model` is ignored."""
+    playground: Literal["dialogue", "query", "none"] = "dialogue"
+    """What the page at `/` first asks for; none: there is no page."""
+    limits: Limits = Limits()
+    """Limits on requests."""
 
     @field_validator("pools", "sharded_pools", "origins", "names", mode="before")
     @classmethod
@@ -172,7 +136,8 @@ class Args(BaseModel):
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-@serve.deployment(
+_deployment = functools.partial(
+    serve.deployment,
     # The service itself admits requests, by the work that waits. Serve's router passes a full queue on at
     # only 4 requests a second, so it should never have one: max_queued_requests is for requests in transit.
     # 16 was too few: some of 32 simultaneous clients were refused.
@@ -180,8 +145,11 @@ class Args(BaseModel):
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
-    health_check_period_s=_HEALTH_CHECK_S,
+    health_check_period_s=2.0,  # a dead replica is replaced after so long; Serve's default is 10 s
 )
+
+
+@_deployment()
 @serve.ingress()
 class Ranker:
     """A replica of the service."""
@@ -214,7 +182,9 @@ class Ranker:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
-            return _ask(decider, report)
+            actor = serve.get_deployment_actor(decider)  # each time, because it may have restarted
+            answer: Decision = ray.get(actor.follow.remote(report), timeout=_ANSWER_S)
+            return answer
 
         def record_decision(problems: Sequence[str]) -> None:
             is_champion = decider == _CHAMPION and follower.loaded is not None
@@ -241,23 +211,14 @@ class Ranker:
 
     def _load(self, versions: Versions) -> Engine:
         args, began = self._args, time.monotonic()
-        local_pools, sharded_pools = (
-            versions.pools[: len(args.pools)],
-            versions.pools[len(args.pools) :],
-        )
+        count_missing, local = self._metrics.record_missing_shard, len(args.pools)
         sharded = [
-            ShardedPool(
-                version,
-                self._shards,
-                args.shard_wait_s,
-                args.on_missing_shard,
-                self._metrics.record_missing_shard,
-            )
-            for version in sharded_pools
+            ShardedPool(pool, self._shards, args.shard_wait_s, args.on_missing_shard, count_missing)
+            for pool in versions.pools[local:]
         ]
         engine = Engine(
-            versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded,
-            args.second_stage_candidates, args.together,
+            versions.model, versions.pools[:local], args.precision, args.second_stage, args.classifier,
+            sharded, args.second_stage_candidates, args.together,
         )  # fmt: skip
         try:
             if engine.model.fingerprint != versions.fingerprint:
@@ -267,7 +228,7 @@ class Ranker:
         except BaseException:
             engine.close()
             raise
-        self._metrics.record_load(time.monotonic() - began)
+        self._metrics.load_seconds.set(time.monotonic() - began)
         _collect_garbage()
         _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
         return engine
@@ -306,33 +267,21 @@ class Ranker:
         self._candidate_follower.close()
 
 
-@serve.deployment(
-    max_ongoing_requests=512,
-    max_queued_requests=256,
-    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
-    graceful_shutdown_timeout_s=30,
-    health_check_period_s=_HEALTH_CHECK_S,
-)
-class RankerShard:
+@_deployment()
+class RankerShard(PoolShard):
     """A replica that holds one shard of each of `sharded_pools`."""
 
     def __init__(self, number: int, args: Args) -> None:
         part = PoolPart(number, args.shards)
-        self._shard = PoolShard(part, args.limits.waiting_s, Metrics().record_batch)
+        super().__init__(part, args.limits.waiting_s, Metrics().record_batch)
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
-                self._shard.preload(pool)
+                self.preload(pool)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""
-        if problem := self._shard.problem():
+        if problem := self.problem():
             raise RuntimeError(problem)
-
-    async def open(self, version: str) -> ShardFacts | ShardRefusal:
-        return await self._shard.open(version)
-
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
-        return await self._shard.search(query)
 
 
 class _DeployedShard:
@@ -341,8 +290,8 @@ class _DeployedShard:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    def open(self, version: str) -> ShardFacts | ShardRefusal:
-        facts: ShardFacts | ShardRefusal
+    def open(self, version: str) -> ShardFacts | Refusal:
+        facts: ShardFacts | Refusal
         try:
             facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
             other_replicas = self._handle.broadcast("open", version)
@@ -351,14 +300,14 @@ class _DeployedShard:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
         return facts
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
         try:
             try:
                 return await self._handle.search.remote(query)  # type: ignore[no-any-return]
             except RayActorError:  # its replica has died under it: another one may live
                 return await self._handle.search.remote(query)  # type: ignore[no-any-return]
         except BackPressureError:
-            return ShardRefusal("overloaded", "a shard of the pool has too much to do", 1.0)
+            return Refusal("overloaded", "a shard of the pool has too much to do", None, 1.0)
         except (RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
 
@@ -373,13 +322,6 @@ def _collect_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
-
-
-def _ask(name: str, report: Report) -> Decision:
-    """Asks a decider. It is looked up each time, because it may have restarted."""
-    decider = serve.get_deployment_actor(name)
-    answer: Decision = ray.get(decider.follow.remote(report), timeout=_ANSWER_S)
-    return answer
 
 
 def build(args: Args) -> serve.Application:
@@ -413,11 +355,7 @@ def application(args: Args, **options: Any) -> serve.Application:
             name=name,
             actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
-            init_kwargs={
-                "model": target.model,
-                "pools": list(target.pools),
-                "poll_s": args.poll_s,
-            },
+            init_kwargs={"model": target.model, "pools": list(target.pools), "poll_s": args.poll_s},
             actor_options={"num_cpus": 0},
         )
         for name, target in targets.items()

@@ -42,10 +42,7 @@ _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first te
 _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
-_NICENESS = 10
-"""Of the thread that computes, so that the event loop goes on where cores are short. With one short question,
-at twice the load that 2 cores answer beside their clients, a refusal took 0.7 s in the median without it and
-3 ms with it, and 290 requests/s were answered, not 160. With longer contexts it gains less: 5 %."""
+_NICENESS_STEP = 10
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
@@ -144,25 +141,38 @@ _part: ContextVar[_Part | None] = ContextVar("part", default=None)
 class _Call:
     """The rows of one request and stage."""
 
-    results: list[Any]
-    pending_rows: int
+    stage: Stage
+    rows: Sequence[Any]
+    costs: Sequence[float]
     part: _Part
     future: asyncio.Future[list[Any]]
-    loop: asyncio.AbstractEventLoop
+    since: float
     began: float = math.inf
     """When its first row was computed."""
+    taken: int = 0
+    """Rows that are in a batch, or were."""
+    results: list[Any] = field(default_factory=list)
+    """Of the first rows; batches take them in order."""
 
 
-@dataclass(order=True)
-class _Row:
-    part: int
-    number: int
-    stage: Stage = field(compare=False)
-    row: Any = field(compare=False)
-    cost: float = field(compare=False)
-    place: int = field(compare=False)
-    call: _Call = field(compare=False)
-    since: float = field(compare=False)
+_Heap = list[tuple[int, int, _Call]]
+"""Calls that have rows to take, in the order of their parts and then of the calls."""
+_Batch = list[tuple[_Call, int]]
+"""Calls, and the places of the rows that are computed."""
+
+
+def lower_priority() -> None:
+    """Lowers the priority of this thread, which computes, or is the event loop (`Guard` calls it there).
+
+    Both by the same, or one takes the cores from the other. With the event loop's alone, one short question
+    and twice the load that 2 cores answer beside their clients, a refusal took 0.7 s in the median, not 3 ms,
+    and 160 requests/s were answered, not 290. With longer contexts it gains less: 5 %. With neither, 200
+    clients got 5 rankings a second, not 13. Ray's workers have niceness 15, which only root may lower.
+    """
+    if sys.platform == "linux":  # where a thread has a niceness of its own
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS_STEP
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
 
 
 class Batcher:
@@ -178,7 +188,7 @@ class Batcher:
         `on_batch` is called after each batch."""
         self._max_wait_s, self._on_batch, self._batch_rows = max_wait_s, on_batch, batch_rows
         self._changed = threading.Condition()
-        self._rows: dict[tuple[Stage, float], dict[_Queue, list[_Row]]] = {}
+        self._calls: dict[tuple[Stage, float], dict[_Queue, _Heap]] = {}
         """Heaps, by what is computed together (stage and factor) and by queue. None is empty."""
         self._numbers = itertools.count()
         self._finish = 0.0  # of the queue that was computed last, before that
@@ -204,9 +214,10 @@ class Batcher:
     @property
     def waiting_rows(self) -> int:
         """The rows that wait for a batch."""
-        return sum(
-            len(rows) for heaps in list(self._rows.values()) for rows in list(heaps.values())
-        )
+        heaps = [
+            heap for of_queue in list(self._calls.values()) for heap in list(of_queue.values())
+        ]
+        return sum(len(call.rows) - call.taken for heap in heaps for _, _, call in list(heap))
 
     def problem(self) -> str:
         """The reason why no request can be computed, or ""."""
@@ -300,20 +311,15 @@ class Batcher:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
             raise too_late_refusal()
-        loop = asyncio.get_running_loop()
         part = _part.get() or _Part(_Queue(1.0))
-        call = _Call([None] * len(rows), len(rows), part, loop.create_future(), loop)
         since, queue = time.monotonic(), part.queue
+        call = _Call(stage, rows, costs, part, asyncio.get_running_loop().create_future(), since)
         with self._changed:
             if not queue.rows:
                 queue.finish = max(self._finish, queue.finish)
             queue.rows += len(rows)
-            heap = self._rows.setdefault((stage, queue.factor), {}).setdefault(queue, [])
-            for place, (row, cost) in enumerate(zip(rows, costs, strict=True)):
-                number = next(self._numbers)
-                heapq.heappush(
-                    heap, _Row(part.number, number, stage, row, cost, place, call, since)
-                )
+            heap = self._calls.setdefault((stage, queue.factor), {}).setdefault(queue, [])
+            heapq.heappush(heap, (part.number, next(self._numbers), call))
             self._changed.notify()
         try:
             async with asyncio.timeout(left_s) as timer:
@@ -327,88 +333,93 @@ class Batcher:
             raise
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority()
         while True:
             with self._changed:
-                while not self._closed and not self._rows:
+                while not self._closed and not self._calls:
                     self._changed.wait()
                 if self._closed:
                     return
-                rows = self._next_batch()
-            if rows:
+                batch = self._next_batch()
+            if batch:
                 self._busy_since = time.monotonic()
-                self._compute(rows)
+                self._compute(batch)
                 self._busy_since = None
 
-    def _next_batch(self) -> list[_Row]:
+    def _next_batch(self) -> _Batch:
         """The row that is next, and others of its stage. Drops rows that nobody waits for any more.
 
         Rows of bulk requests do not fill a batch of interactive ones, which would take longer by them.
         """
-        together = min(self._rows, key=lambda key: _next_queue(self._rows[key])[:2])
-        heaps, stage = self._rows[together], together[0]
+        together = min(self._calls, key=lambda key: _next_queue(self._calls[key])[:2])
+        heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
-        batch: list[_Row] = []
+        batch: _Batch = []
         cost = 0.0
         while heaps and len(batch) < self._batch_rows:
-            _, row, queue = _next_queue(heaps)
-            if batch and cost + row.cost > stage.batch_cost:
+            _, (_, _, call), queue = _next_queue(heaps)
+            rows_left, row_cost = len(call.rows) - call.taken, call.costs[call.taken]
+            if call.future.done():  # it is too late, or its client has left
+                taken = rows_left
+            elif batch and cost + row_cost > stage.batch_cost:
                 break
-            heapq.heappop(heaps[queue])
-            queue.rows -= 1
-            if not heaps[queue]:
-                del heaps[queue]
-            if not row.call.future.done():  # or it is too late, or its client has left
-                batch.append(row)
-                cost += row.cost
-                queue.finish += row.cost * queue.factor / stage.batch_cost
+            else:
+                taken = 1
+                batch.append((call, call.taken))
+                cost += row_cost
+                queue.finish += row_cost * queue.factor / stage.batch_cost
+            call.taken += taken
+            queue.rows -= taken
+            if taken == rows_left:
+                heapq.heappop(heaps[queue])
+                if not heaps[queue]:
+                    del heaps[queue]
         if not heaps:  # also of stages of models that are no longer served
-            del self._rows[together]
+            del self._calls[together]
         return batch
 
-    def _compute(self, rows: list[_Row]) -> None:
-        stage, began = rows[0].stage, time.monotonic()
-        for row in rows:
-            row.call.began = min(row.call.began, began)
+    def _compute(self, batch: _Batch) -> None:
+        """`batch`: of one stage."""
+        stage, began = batch[0][0].stage, time.monotonic()
+        for call, _ in batch:
+            call.began = min(call.began, began)
         try:
-            results = stage.run([row.row for row in rows])
-            if len(results) != len(rows):
-                raise RuntimeError(f"{stage.name}: {len(results)} results of {len(rows)} rows")
+            results = stage.run([call.rows[place] for call, place in batch])
+            if len(results) != len(batch):
+                raise RuntimeError(f"{stage.name}: {len(results)} results of {len(batch)} rows")
         except Exception as error:
             self._failures[stage.name] = self._failures.get(stage.name, 0) + 1
-            self._compute_apart(rows, error)
+            self._compute_apart(batch, error)
             return
         self._failures.pop(stage.name, None)
-        seconds, cost = time.monotonic() - began, sum(row.cost for row in rows)
+        seconds, cost = time.monotonic() - began, sum(call.costs[place] for call, place in batch)
         try:
-            waited_s = began - min(row.since for row in rows)
-            self._on_batch(Batch(stage.name, len(rows), cost, waited_s, seconds))
+            waited_s = began - min(call.since for call, _ in batch)
+            self._on_batch(Batch(stage.name, len(batch), cost, waited_s, seconds))
         except Exception:  # of the metrics: no reason to answer nobody any more
             _log.exception("cannot record a batch")
         finished_calls: dict[asyncio.AbstractEventLoop, list[_Call]] = defaultdict(list)
-        for row, result in zip(rows, results, strict=True):
-            call = row.call
-            call.results[row.place] = result
-            call.pending_rows -= 1
-            call.part.spent_s += seconds * row.cost / cost
-            if not call.pending_rows:
-                finished_calls[call.loop].append(call)
+        for (call, place), result in zip(batch, results, strict=True):
+            call.results.append(result)
+            call.part.spent_s += seconds * call.costs[place] / cost
+            if len(call.results) == len(call.rows):
+                finished_calls[call.future.get_loop()].append(call)
         for loop, calls in finished_calls.items():
             _deliver(loop, calls)
 
-    def _compute_apart(self, rows: list[_Row], error: Exception) -> None:
+    def _compute_apart(self, batch: _Batch, error: Exception) -> None:
         """Computes a failed batch again, request by request, so one bad request does not fail the others."""
-        calls = {row.call for row in rows}
+        calls = {call for call, _ in batch}
         if len(calls) == 1:
-            _deliver(rows[0].call.loop, [rows[0].call], error)
+            (call,) = calls
+            _deliver(call.future.get_loop(), [call], error)
             return
         for call in calls:
-            self._compute([row for row in rows if row.call is call])
+            self._compute([row for row in batch if row[0] is call])
 
 
-def _next_queue(heaps: Mapping[_Queue, list[_Row]]) -> tuple[float, _Row, _Queue]:
-    """(finish, first row, queue) of the queue that is next."""
+def _next_queue(heaps: Mapping[_Queue, _Heap]) -> tuple[float, tuple[int, int, _Call], _Queue]:
+    """(finish, first call, queue) of the queue that is next."""
     queue = min(heaps, key=lambda queue: (queue.finish, heaps[queue][0]))
     return queue.finish, heaps[queue][0], queue
 

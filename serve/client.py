@@ -21,19 +21,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import httpx2
+from pydantic import AliasPath, Field, TypeAdapter, ValidationError
 
-from serve.client_types import (
-    Classifications,
-    Question,
-    Ranking,
-    classifications_of,
-    ranking_of,
-    rankings_of,
-)
+from serve.answers import ClassifyResponse, Explanation, Result
 from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
@@ -51,109 +45,99 @@ _CODES_OF_RAY = {
 where a replica dies under a request; Serve's proxy says 404 until the application is deployed."""
 _SHOWN_CHARACTERS = 200  # of an answer that is not the service's
 
+ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True)
+class Question:
+    """Candidates to rank for a context. They come with the request, or from a pool."""
+
+    context: str | Sequence[str]
+    """The turns so far, newest last; a text is one turn."""
+    candidates: Sequence[str] | Mapping[str, str] | None = None
+    """Texts; or texts by ids, which the results name."""
+    pool: str | None = None
+    top_k: int = 10
+    where: Mapping[str, Sequence[str]] | None = None
+    """With a pool: columns, and the values that count."""
+    allow: Sequence[str] | None = None
+    """With a pool: the ids that count."""
+    deny: Sequence[str] | None = None
+    """With a pool: the ids that do not count."""
+    explain: bool = False
+    """Ask for the ranking's explanation, and the weights of its results. Not with a cross-encoder."""
+
+    def body(self) -> dict[str, Any]:
+        """The question as JSON."""
+        body = {name: value for name, value in vars(self).items() if value is not None}
+        if isinstance(self.candidates, Mapping):
+            texts = self.candidates.items()
+            body["candidates"] = [{"id": key, "text": text} for key, text in texts]
+        return body
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Best first."""
+
+    results: list[Result]
+    certified: bool
+    """Whether this is provably the exact top k; with a second stage: whether it scored
+    the exact best rows."""
+    model: str
+    """Fingerprint of the ranker."""
+    milliseconds: float
+    """The service's time."""
+    pool: Annotated[str | None, Field(validation_alias=AliasPath("pool", "name"))] = None
+    pool_version: Annotated[str | None, Field(validation_alias=AliasPath("pool", "version"))] = None
+    missing_shards: Annotated[
+        Sequence[int], Field(validation_alias=AliasPath("pool", "missing_shards"))
+    ] = ()
+    """Parts of the pool that did not answer: better rows may be there."""
+    explanation: Explanation | None = None
+    """Only with `explain`, and if there are results."""
+    second_stage: str | None = None
+    """Fingerprint of the model that scored the best rows of the pool again."""
+    context_tokens: int = 0
+    """Tokens of the context that were read; 0: the service does not say."""
+
+
+_RANKING, _RANKINGS = TypeAdapter(Ranking), TypeAdapter(list[Ranking])
+_CLASSIFICATIONS, _INFO = TypeAdapter(ClassifyResponse), TypeAdapter(dict[str, Any])
+
+
+@dataclass(eq=False)
 class ServiceError(Exception):
     """The service refused a request, or gave no answer."""
 
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        field: str | None = None,
-        status: int = 0,
-        request_id: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        """The service's; or unreachable, too_late, replica_died, not_understood."""
-        self.message = message
-        self.field = field
-        """The wrong field of the request."""
-        self.status = status
-        """HTTP status; 0: no answer came."""
-        self.request_id = request_id
-        """The request's id in the service's log."""
+    code: str
+    """The service's; or unreachable, too_late, replica_died, not_understood."""
+    message: str
+    field: str | None = None
+    """The wrong field of the request."""
+    status: int = 0
+    """HTTP status; 0: no answer came."""
+    request_id: str = ""
+    """The request's id in the service's log."""
 
-
-class Client:
-    """Blocks. Threads may share one.
-
-    It is an `AsyncClient` on the event loop of another thread: a blocking read cannot be ended from outside,
-    and httpx2's own timeouts are for each read.
-    """
-
-    def __init__(
-        self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
-    ) -> None:
-        self._client = AsyncClient(url, token, timeout_s, retries)
-
-    def rank(
-        self,
-        context: str | Sequence[str],
-        candidates: Sequence[str] | Mapping[str, str] | None = None,
-        pool: str | None = None,
-        top_k: int = 10,
-        where: Mapping[str, Sequence[str]] | None = None,
-        allow: Sequence[str] | None = None,
-        deny: Sequence[str] | None = None,
-        explain: bool = False,
-        *,
-        request_id: str = "",
-    ) -> Ranking:
-        """Ranks candidates, or those of a pool; the arguments are those of `Question`.
-
-        `request_id`: for the service's log; "": a new one. Raises ServiceError.
-        """
-        ranking = self._client.rank(
-            context, candidates, pool, top_k, where, allow, deny, explain, request_id=request_id
-        )
-        return _run_blocking(ranking)
-
-    def rank_many(self, questions: Sequence[Question], *, request_id: str = "") -> list[Ranking]:
-        """Answers several questions by the same versions of model and pools. Raises ServiceError."""
-        return _run_blocking(self._client.rank_many(questions, request_id=request_id))
-
-    def classify(
-        self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
-    ) -> Classifications:
-        """The intents of texts, of each the `top_k` most probable. Raises ServiceError."""
-        return _run_blocking(self._client.classify(texts, top_k, request_id=request_id))
-
-    def info(self) -> dict[str, Any]:
-        """The served model and pools. Raises ServiceError."""
-        return _run_blocking(self._client.info())
-
-    def ready(self) -> bool:
-        """Whether the service answers and has loaded its model. Asks once. Raises ServiceError."""
-        return _run_blocking(self._client.ready())
-
-    def close(self) -> None:
-        _run_blocking(self._client.close())
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __str__(self) -> str:
+        return self.message
 
 
 class AsyncClient:
-    """For asyncio; its methods are those of `Client`. For one event loop at a time."""
+    """For asyncio. For one event loop at a time."""
 
     _sleep = staticmethod(asyncio.sleep)
 
     def __init__(
         self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
     ) -> None:
-        self._token, self._timeout_s, self._retries = token.strip(), timeout_s, retries
-        self._new_http = functools.partial(httpx2.AsyncClient, base_url=url, timeout=None)
+        self._timeout_s, self._retries = timeout_s, retries
+        headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else None
+        self._new_http = functools.partial(
+            httpx2.AsyncClient, base_url=url, headers=headers, timeout=None
+        )
         self._http = self._new_http()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -170,27 +154,36 @@ class AsyncClient:
         *,
         request_id: str = "",
     ) -> Ranking:
+        """Ranks candidates, or those of a pool; the arguments are those of `Question`.
+
+        `request_id`: for the service's log; "": a new one. Raises ServiceError.
+        """
         question = Question(context, candidates, pool, top_k, where, allow, deny, explain)
-        return await self._call("POST", "/rank", ranking_of, question.body(), request_id)
+        return await self._call("POST", "/rank", _RANKING, question.body(), request_id)
 
     async def rank_many(
         self, questions: Sequence[Question], *, request_id: str = ""
     ) -> list[Ranking]:
+        """Answers several questions by the same versions of model and pools. Raises ServiceError."""
         bodies = [question.body() for question in questions]
-        return await self._call("POST", "/rank", rankings_of, bodies, request_id)
+        return await self._call("POST", "/rank", _RANKINGS, bodies, request_id)
 
     async def classify(
         self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
-    ) -> Classifications:
+    ) -> ClassifyResponse:
+        """The intents of texts, of each the `top_k` most probable. Raises ServiceError."""
         body = {"texts": list(texts), "top_k": top_k}
-        return await self._call("POST", "/classify", classifications_of, body, request_id)
+        return await self._call("POST", "/classify", _CLASSIFICATIONS, body, request_id)
 
     async def info(self) -> dict[str, Any]:
-        return await self._call("GET", "/info", dict[str, Any])
+        """The served model and pools. Raises ServiceError."""
+        return await self._call("GET", "/info", _INFO)
 
     async def ready(self) -> bool:
+        """Whether the service answers and has loaded its model. Asks once. Raises ServiceError."""
         try:
-            return await self._call("GET", "/ready", lambda answer: True, retries=0)
+            await self._call("GET", "/ready", _INFO, retries=0)
+            return True
         except ServiceError as error:
             if error.status not in (0, 503):
                 raise
@@ -202,29 +195,22 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _call(
         self,
         method: str,
         path: str,
-        parse: Callable[[Any], ResultT],
+        answer_type: TypeAdapter[ResultT],
         body: Any = None,
         request_id: str = "",
         retries: int | None = None,
     ) -> ResultT:
-        """The parsed answer. Raises ServiceError. `retries`: None: those of the client."""
+        """Raises ServiceError. `retries`: None: those of the client."""
         retries = self._retries if retries is None else retries
         deadline = time.monotonic() + self._timeout_s
         headers = {"x-request-id": request_id or uuid.uuid4().hex}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
         wait_s, attempts, deaths = 0.0, 0, 0
         while True:
             left_s = deadline - time.monotonic() - wait_s
@@ -234,7 +220,10 @@ class AsyncClient:
             attempts += 1
             deaths += _may_have_died(outcome)
             if isinstance(outcome, httpx2.Response) and outcome.is_success:
-                return _parse_answer(outcome, parse)
+                try:
+                    return answer_type.validate_json(outcome.content)
+                except ValidationError:
+                    raise _unknown_answer(outcome) from None
             wait_s = _wait_s(outcome, attempts)
             is_over = attempts > retries or wait_s >= deadline - time.monotonic()
             if is_over or deaths >= _MOST_DEATHS or not _is_worth_another_attempt(outcome):
@@ -278,18 +267,26 @@ class AsyncClient:
 
 _Outcome = httpx2.Response | httpx2.RequestError | TimeoutError
 
+
+def _blocking(
+    call: Callable[Concatenate[AsyncClient, ParamsT], Coroutine[Any, Any, ResultT]],
+) -> Callable[Concatenate[Client, ParamsT], ResultT]:
+    """The method of `AsyncClient` for `Client`, run on the loop of the blocking clients."""
+
+    @functools.wraps(call)
+    def run(client: Client, /, *args: ParamsT.args, **options: ParamsT.kwargs) -> ResultT:
+        with _loop_lock:
+            loop = _loop_of_process(os.getpid())
+        future = asyncio.run_coroutine_threadsafe(call(client._client, *args, **options), loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after Ctrl-C
+
+    return run
+
+
 _loop_lock = threading.Lock()
-
-
-def _run_blocking(call: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of a call on the loop of the blocking clients."""
-    with _loop_lock:
-        loop = _loop_of_process(os.getpid())
-    future = asyncio.run_coroutine_threadsafe(call, loop)
-    try:
-        return future.result()
-    finally:
-        future.cancel()  # after Ctrl-C
 
 
 @functools.cache
@@ -298,6 +295,32 @@ def _loop_of_process(process_id: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="polyrank-client", daemon=True).start()
     return loop
+
+
+class Client:
+    """Blocks. Threads may share one.
+
+    It is an `AsyncClient` on the event loop of another thread: a blocking read cannot be ended from outside,
+    and httpx2's own timeouts are for each read.
+    """
+
+    def __init__(
+        self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
+    ) -> None:
+        self._client = AsyncClient(url, token, timeout_s, retries)
+
+    rank = _blocking(AsyncClient.rank)
+    rank_many = _blocking(AsyncClient.rank_many)
+    classify = _blocking(AsyncClient.classify)
+    info = _blocking(AsyncClient.info)
+    ready = _blocking(AsyncClient.ready)
+    close = _blocking(AsyncClient.close)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _code_of_ray(answer: httpx2.Response) -> str:
@@ -327,13 +350,6 @@ def _wait_s(outcome: _Outcome, attempts: int) -> float:
         retry_after: str = outcome.headers.get("retry-after", "")
         wait_s = max(wait_s, float(retry_after) if retry_after.isdecimal() else 0.0)
     return wait_s * random.uniform(1, 1 + _JITTER)
-
-
-def _parse_answer(answer: httpx2.Response, parse: Callable[[Any], ResultT]) -> ResultT:
-    try:
-        return parse(answer.json())
-    except (ValueError, LookupError, TypeError):
-        raise _unknown_answer(answer) from None
 
 
 def _unknown_answer(answer: httpx2.Response) -> ServiceError:

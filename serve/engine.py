@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline import storage
-from pipeline.arrays import Bools, Ints
+from pipeline.arrays import Bools, Floats
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.engine.resources import best_device
@@ -63,10 +63,15 @@ class PoolQuery(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """The best rows of a pool, best first."""
+    """The best rows of a pool, best first; ties by id."""
 
     results: list[Result]
     certified: bool
+    """Whether this is provably the exact top k."""
+    vectors: Mapping[int, Floats] = {}
+    """[D] by the place of a result; only of shards, which send them where a query asks for them."""
+    missing_shards: Sequence[int] = ()
+    """Shards that did not answer, whose rows are not among the results."""
 
 
 class SecondStage(NamedTuple):
@@ -114,13 +119,13 @@ class Engine:
         served, and for a pool whose vectors this model does not make.
         """
         self.model = open_artifact(model, "ranker")
-        self.pools = open_pools(model, pools, search_device())
+        require_search(self.model, pools)
+        self.pools: dict[str, Pool] = {}
+        self.sharded = {pool.name: pool for pool in sharded}
         self._closing = ExitStack()
-        for pool in self.pools.values():
-            self._closing.callback(pool.close)
-            if (lease_file := lease(pool.artifact.uri)) is not None:
-                self._closing.callback(lease_file.stop)
         try:
+            for uri in pools:
+                self._open_pool(uri)
             with node_cache.collect_uses() as copies:
                 self._closing.callback(_release, copies)
                 self._load_models(precision, classifier)
@@ -128,10 +133,23 @@ class Engine:
                     self._load_second_stage(
                         second_stage, precision, second_stage_candidates, together
                     )
-            self._load_pools(sharded)
+            self._load_pools()
         except BaseException:
             self.close()
             raise
+
+    def _open_pool(self, uri: str) -> None:
+        try:
+            pool = Pool.open(uri, device=search_device())
+            self._closing.callback(pool.close)
+            pool.require_model(self.model)
+        except BadInput as error:
+            raise RefusedPool(uri, error) from error
+        if (lease_file := lease(pool.artifact.uri)) is not None:
+            self._closing.callback(lease_file.stop)
+        if pool.name in self.pools or pool.name in self.sharded:
+            raise BadInput(f"pools: two are named {pool.name!r}")
+        self.pools[pool.name] = pool
 
     def _load_models(self, precision: Precision, classifier: str) -> None:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
@@ -158,12 +176,11 @@ class Engine:
         )
         self.second_stage = SecondStage(artifact, ranker, pairs, candidates, together)
 
-    def _load_pools(self, sharded: Sequence[ShardedPool]) -> None:
-        self.sharded = {pool.name: pool for pool in sharded}
-        if duplicates := sorted(self.sharded.keys() & self.pools.keys()):
-            raise BadInput(f"pools: two are named {duplicates[0]!r}")
+    def _load_pools(self) -> None:
         self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
-        self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
+        self.pool_rows |= {
+            name: pool.description["candidates"] for name, pool in self.sharded.items()
+        }
         self.searches: Mapping[str, Stage] = {}
         if self.pools:
             attention = self.ranker.config.search_attention
@@ -213,13 +230,6 @@ class Engine:
         ]
 
     # Pools
-
-    def vectors_of_pool(self, pool: str, places_K: Ints) -> Tensor:
-        """[K, D] at places in any order."""
-        order_K = np.argsort(places_K)
-        vectors_KD = np.empty((len(places_K), self.pools[pool].dimensions), np.float32)
-        vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
-        return torch.from_numpy(vectors_KD)
 
     def sample_texts(self) -> list[str]:
         """Some texts of a pool, or made-up ones without a pool."""
@@ -324,6 +334,15 @@ def search_share(top_k: int) -> float:
     return search_cost(top_k) / _SEARCHES
 
 
+def vectors_at(pool: Pool, places: Sequence[int]) -> Floats:
+    """[K, D] at places in any order."""
+    places_K = np.array(places, np.int64)
+    order_K = np.argsort(places_K)
+    vectors_KD = np.empty((len(places_K), pool.dimensions), np.float32)
+    vectors_KD[order_K] = pool.vectors_at(places_K[order_K])
+    return vectors_KD
+
+
 def _search_batch(
     pool: Pool, attention: Attention, queries: Sequence[PoolQuery]
 ) -> list[PoolAnswer]:
@@ -364,27 +383,3 @@ def search_device() -> str:
     """The GPU that this replica asked for (`num_gpus`), which then searches the pools; "": its cores do."""
     place = best_device()
     return "" if place.type == "cpu" else str(place)
-
-
-def open_pools(model: str, pools: Sequence[str], device: str = "") -> Mapping[str, Pool]:
-    """Opens pools by name, their vectors on `device` if one is named.
-
-    Raises BadInput for a pool of another model, for two of one name, and for any pool where the
-    model cannot search one.
-    """
-    artifact = open_artifact(model, "ranker")
-    require_search(artifact, pools)
-    pool_of_name: dict[str, Pool] = {}
-    with ExitStack() as closing:
-        for uri in pools:
-            try:
-                pool = Pool.open(uri, device=device)
-                closing.callback(pool.close)
-                pool.require_model(artifact)
-            except BadInput as error:
-                raise RefusedPool(uri, error) from error
-            if pool.name in pool_of_name:
-                raise BadInput(f"pools: two are named {pool.name!r}")
-            pool_of_name[pool.name] = pool
-        closing.pop_all()  # the caller closes them
-    return pool_of_name

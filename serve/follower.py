@@ -9,10 +9,10 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from pipeline.config import BadInput
 from serve.engine import Engine
@@ -22,18 +22,13 @@ from serve.versions import (
     RefusedPool,
     Report,
     Versions,
+    key_of,
     log_failure,
     problem_of,
 )
 
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
-
-
-class Closable(Protocol):
-    """What is closed."""
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -98,75 +93,55 @@ class Follower:
         decision = self._report()
         self._serve_prepared(decision)  # other replicas do so now, and the next load takes long
         for versions in (decision.decided, decision.proposed):
-            if versions is None or versions.key in (_key(self._serving), self._prepared_key):
+            if versions is None or versions.key in (key_of(self._serving), self._prepared_key):
                 continue
             if time.monotonic() < self._retry_at.get(versions.key, 0.0):
                 continue
             try:
-                self._set_prepared(versions, self._load_while_reporting(versions))
+                engine = self._load_while_reporting(versions)
             except Exception as error:
                 log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + RETRY_S
-                may_pass = not isinstance(error, BadInput)
-                pools = (error.uri,) if isinstance(error, RefusedPool) else ()
-                return self._report(versions, pools, problem_of(error), may_pass)
+                return self._report(
+                    refused=versions,
+                    refused_pools=(error.uri,) if isinstance(error, RefusedPool) else (),
+                    problem=problem_of(error),
+                    may_pass=not isinstance(error, BadInput),
+                )
+            self._close_prepared()
+            self._prepared = (versions, engine)
             decision = self._report()
             break
         self._serve_prepared(decision)
-        if self._serving is not None and self._prepared_key != _key(decision.proposed):
+        if self._serving is not None and self._prepared_key != key_of(decision.proposed):
             self._close_prepared()  # another replica refused it
         return decision
 
     def _serve_prepared(self, decision: Decision) -> None:
         """Swaps, if what it has prepared is decided."""
-        if self._prepared is None or _key(decision.decided) != self._prepared_key:
+        if self._prepared is None or key_of(decision.decided) != self._prepared_key:
             return
         previous_engine, (self._serving, engine) = self._engine, self._prepared
         self._engine, self._prepared = engine, None  # the swap, for all later requests
         if previous_engine is not None:
-            close_later(previous_engine)
+            close_later(previous_engine.close)
 
     def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""
-        loading: Future[Engine] = Future()
-
-        def load() -> None:
-            try:
-                loading.set_result(self.load(versions))
-            except BaseException as error:
-                loading.set_exception(error)
-
-        threading.Thread(target=load, name="load-versions", daemon=True).start()
+        loading = ThreadPoolExecutor(1, "load-versions").submit(self.load, versions)
         while not wait([loading], self.poll_s).done:
             with suppress(Exception):  # a decider that restarts; the load goes on
                 self._report()
         return loading.result()
 
-    def _set_prepared(self, versions: Versions, engine: Engine) -> None:
-        self._close_prepared()
-        self._prepared = (versions, engine)
-
     def _close_prepared(self) -> None:
         if self._prepared is not None:
-            close_later(self._prepared[1], 0.0)
+            close_later(self._prepared[1].close, 0.0)
             self._prepared = None
 
-    def _report(
-        self,
-        refused: Versions | None = None,
-        refused_pools: tuple[str, ...] = (),
-        problem: str = "",
-        may_pass: bool = False,
-    ) -> Decision:
-        report = Report(
-            self.replica,
-            self._serving,
-            self._prepared_key,
-            refused,
-            refused_pools,
-            problem,
-            may_pass,
-        )
+    def _report(self, **refusal: Any) -> Decision:
+        """`refusal`: what it could not load; see `Report`."""
+        report = Report(self.replica, self._serving, self._prepared_key, **refusal)
         decision = self.ask(report)
         self._set_problems(decision.problems)
         return decision
@@ -177,22 +152,18 @@ class Follower:
 
     @property
     def _prepared_key(self) -> str:
-        return _key(self._prepared[0]) if self._prepared else ""
+        return key_of(self._prepared[0]) if self._prepared else ""
 
 
-def _key(versions: Versions | None) -> str:
-    return versions.key if versions else ""
-
-
-def close_later(closable: Closable, seconds: float = _LEASE_S) -> threading.Timer:
+def close_later(close: Callable[[], None], seconds: float = _LEASE_S) -> threading.Timer:
     """Closes an engine or a shard, whose requests have ended then, and frees its memory."""
-    closables = [closable]
+    closes = [close]
 
-    def close() -> None:
-        closables.pop().close()
+    def close_and_forget() -> None:
+        closes.pop()()
         gc.collect()  # an engine refers to itself
 
-    timer = threading.Timer(seconds, close)
+    timer = threading.Timer(seconds, close_and_forget)
     timer.daemon = True
     timer.start()
     return timer

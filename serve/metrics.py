@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ray.serve import metrics
+from ray.serve.metrics import Counter, Gauge, Histogram
 
 from serve.batcher import Batch, Batcher
-from serve.http.answered_by import ModelAnswer
+from serve.http.guard import ModelAnswer
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -21,78 +21,63 @@ class Metrics:
     intents."""
 
     def __init__(self) -> None:
-        self._seconds = metrics.Histogram(
-            "polyrank_stage_seconds",
-            description="Seconds that a batch of a stage took.",
-            boundaries=_SECONDS,
-            tag_keys=("stage",),
+        stage = ("stage",)
+        self._seconds = Histogram(
+            "polyrank_stage_seconds", "Seconds that a batch of a stage took.", _SECONDS, stage
         )
-        self._waited = metrics.Histogram(
+        self._waited = Histogram(
             "polyrank_waited_seconds",
-            description="Seconds that the first row of a batch waited.",
-            boundaries=_SECONDS,
-            tag_keys=("stage",),
+            "Seconds that the first row of a batch waited.",
+            _SECONDS,
+            stage,
         )
-        self._rows = metrics.Histogram(
-            "polyrank_batch_rows",
-            description="Rows of a batch.",
-            boundaries=_ROWS,
-            tag_keys=("stage",),
+        self._rows = Histogram("polyrank_batch_rows", "Rows of a batch.", _ROWS, stage)
+        self._units = Counter(
+            "polyrank_units_total", "Tokens encoded, products of scores, questions searched.", stage
         )
-        self._units = metrics.Counter(
-            "polyrank_units_total",
-            description="Tokens encoded, products of scores, questions searched.",
-            tag_keys=("stage",),
+        self._errors = Counter(
+            "polyrank_errors_total", "Answers with an error, by HTTP status.", ("status",)
         )
-        self._errors = metrics.Counter(
-            "polyrank_errors_total",
-            description="Answers with an error, by HTTP status.",
-            tag_keys=("status",),
-        )
-        self._answers = metrics.Counter(
+        self._answers = Counter(
             "polyrank_answers_total",
-            description="Questions answered, by model and pool version.",
-            tag_keys=("model", "pool", "version", "certified"),
+            "Questions answered, by model and pool version.",
+            ("model", "pool", "version", "certified"),
         )
-        self._answer_seconds = metrics.Histogram(
+        self._answer_seconds = Histogram(
             "polyrank_answer_seconds",
-            description="Seconds until a model's answer, in the replica.",
-            boundaries=_SECONDS,
-            tag_keys=("model", "route", "status"),
+            "Seconds until a model's answer, in the replica.",
+            _SECONDS,
+            ("model", "route", "status"),
         )
-        self._candidates = metrics.Counter(
+        self._candidates = Counter(
             "polyrank_candidates_total",
-            description="Candidates ranked: given with the questions, or rows of pools.",
-            tag_keys=("pool",),
+            "Candidates ranked: given with the questions, or rows of pools.",
+            ("pool",),
         )
-        self._ages = metrics.Gauge(
+        self._ages = Gauge(
             "polyrank_pool_age_seconds",
-            description="Seconds since the served version of a pool was made.",
-            tag_keys=("pool",),
+            "Seconds since the served version of a pool was made.",
+            ("pool",),
         )
-        self._problems = metrics.Gauge(
+        self._problems = Gauge(
             "polyrank_problems",
-            description="Number of reasons, listed in /info, why the wanted versions are not served.",
-            tag_keys=("of",),
+            "Number of reasons, listed in /info, why the wanted versions are not served.",
+            ("of",),
         )
-        self._requests = metrics.Gauge(
-            "polyrank_requests", description="Requests admitted and not answered; of a list each."
+        self._requests = Gauge(
+            "polyrank_requests", "Requests admitted and not answered; of a list each."
         )
-        self._waiting_rows = metrics.Gauge(
-            "polyrank_waiting_rows", description="Rows that wait for a batch."
+        self._waiting_rows = Gauge("polyrank_waiting_rows", "Rows that wait for a batch.")
+        self.load_seconds = Gauge(
+            "polyrank_load_seconds", "Seconds that the served model and pools took to load."
         )
-        self._load_seconds = metrics.Gauge(
-            "polyrank_load_seconds",
-            description="Seconds that the served model and pools took to load.",
-        )
-        self._missing = metrics.Counter(
+        self._missing = Counter(
             "polyrank_missing_shards_total",
-            description="Times that a shard of a pool did not answer in time.",
-            tag_keys=("pool", "shard"),
+            "Times that a shard of a pool did not answer in time.",
+            ("pool", "shard"),
         )
 
     def record_batch(self, batch: Batch) -> None:
-        """Records a batch."""
         tags = {"stage": batch.stage}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -100,7 +85,6 @@ class Metrics:
         self._units.inc(batch.cost, tags)
 
     def record_ranking(self, answer: RankAnswer) -> None:
-        """Records a ranking of /rank."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
@@ -111,21 +95,15 @@ class Metrics:
         tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
         self._answer_seconds.observe(answer.seconds, tags)
 
-    def record_load(self, seconds: float) -> None:
-        """Records that a model and its pools have been loaded."""
-        self._load_seconds.set(seconds)
-
     def record_queue(self, batcher: Batcher) -> None:
         """Records how much is under way and waits. It is called as often as either changes."""
         self._requests.set(batcher.requests)
         self._waiting_rows.set(batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
-        """Records an answer with an error."""
         self._errors.inc(1, {"status": str(status)})
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
-        """Records that a shard did not answer in time."""
         self._missing.inc(1, {"pool": pool, "shard": str(shard)})
 
     def record_decision(

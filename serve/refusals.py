@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve.limits import Limits
@@ -39,15 +40,17 @@ REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "uns
 """Codes that every route with a body may return."""
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
     """Raised to answer a request with an error."""
 
-    def __init__(
-        self, code: str, message: str, field: str | None = None, retry_after_s: float = 0.0
-    ) -> None:
-        super().__init__(message)
-        self.code, self.message, self.field = code, message, field
-        self.retry_after_s = retry_after_s
+    code: str
+    message: str
+    field: str | None = None
+    retry_after_s: float = 0.0
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def overload_refusal(waiting_s: float) -> Refusal:

@@ -25,14 +25,17 @@ from serve.batcher import SENDER, Batch, Batcher, Stage
 from serve.engine import (
     Engine,
     ExplainableRanking,
+    PoolAnswer,
     PoolQuery,
     SecondStage,
     search_cost,
     search_share,
+    vectors_at,
 )
 from serve.intents import Intents
 from serve.masks import ALL_ROWS, RowFilter
 from serve.refusals import CODES, Refusal
+from serve.shards import ShardQuery
 
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
@@ -86,20 +89,6 @@ class RankAnswer:
         return stage.model.fingerprint if stage else None
 
 
-class _PoolResults(NamedTuple):
-    """The results of a search of a pool."""
-
-    results: list[Result]
-    certified: bool
-    version: str
-    vectors_MD: torch.Tensor = torch.empty(0)
-    """The context's vectors; empty without results."""
-    mask_M: torch.Tensor = torch.empty(0)
-    vectors_at: Callable[[Sequence[int]], torch.Tensor] = lambda places: torch.empty(0)
-    """The vectors [K, D] of results, by their places in the pool."""
-    missing_shards: Sequence[int] = ()
-
-
 class _TextsToScore(NamedTuple):
     """A context and candidates as tokens."""
 
@@ -118,6 +107,13 @@ def _require_pool(engine: Engine, name: str) -> None:
     if name not in engine.pool_rows:
         served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
         raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
+
+
+def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
+    """Some texts of a pool, of which the first is the context, too."""
+    texts = engine.sample_texts()
+    candidates = None if pool else [CandidateText(text, text) for text in texts]
+    return RankQuery(texts[:1], candidates, pool, len(texts))
 
 
 def _search_depth(engine: Engine, query: RankQuery) -> int:
@@ -174,12 +170,10 @@ class Service:
         If the latest batches failed, it asks the champion, which requests that cannot be computed do not
         make sick."""
         if not (problem := self.batcher.problem()) and self.batcher.is_failing:
-            texts = self.champion.sample_texts()
-            candidates = [CandidateText(text, text) for text in texts]
-            query = RankQuery(texts[:1], candidates, None, 1)
             SENDER.set("health check")
             try:
-                await self._answer(query, time.monotonic() + _HEALTH_S, self.champion)
+                query, deadline = _sample_query(self.champion), time.monotonic() + _HEALTH_S
+                await self._answer(query, deadline, self.champion)
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem
@@ -191,11 +185,7 @@ class Service:
         It asks three times, as the batcher ignores the first measurement. A busy one, which knows the times,
         may refuse."""
         SENDER.set("rehearsal")
-        texts = engine.sample_texts()
-        candidates = [CandidateText(text, text) for text in texts]
-        queries = [RankQuery(texts[:1], candidates, None, len(texts))]
-        queries += [RankQuery(texts[:1], None, pool, len(texts)) for pool in engine.pools]
-        for query in queries * 3:
+        for query in [_sample_query(engine, pool) for pool in (None, *engine.pools)] * 3:
             with suppress(Refusal):
                 await self._answer(query, deadline, engine)
 
@@ -295,9 +285,8 @@ class Service:
     ) -> tuple[torch.Tensor, int]:
         """([N, D], tokens read)"""
         rows = await self._tokenize(engine.ranker.candidate_rows, texts)
-        return torch.stack(await self._run_alone(engine.candidates, rows, deadline)), sum(
-            map(len, rows)
-        )
+        vectors = await self._run_alone(engine.candidates, rows, deadline)
+        return torch.stack(vectors), sum(map(len, rows))
 
     async def context_vectors(
         self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
@@ -334,102 +323,51 @@ class Service:
     ) -> RankAnswer:
         """`is_admitted`: it belongs to a list, whose first part was admitted; for the shards."""
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        if name in engine.sharded:
-            pool_results = await self._search_shards(
-                engine, query, name, row, deadline, is_admitted
-            )
-        else:
-            pool_results = await self._search_local(engine, query, name, row, deadline)
-        results = pool_results.results
-        if engine.second_stage and results:
-            results = await self._rerank(engine.second_stage, query, results, deadline)
-        explained = None
-        if query.explain and results:
-            places = [result.index for result in results]
-            candidates = functools.partial(pool_results.vectors_at, places)
-            explainable = ExplainableRanking(
-                row, pool_results.vectors_MD, pool_results.mask_M, candidates
-            )
-            explained = await self._explain(engine, explainable, deadline)
-        return RankAnswer(
-            results,
-            pool_results.certified,
-            engine,
-            name,
-            pool_results.version,
-            explained,
-            pool_results.missing_shards,
-            engine.pool_rows[name],
-            len(row),
+        pools = engine.pools
+        answer = functools.partial(
+            RankAnswer,
+            engine=engine,
+            pool=name,
+            pool_version=(pools if name in pools else engine.sharded)[name].version,
+            candidates=engine.pool_rows[name],
+            context_tokens=len(row),
         )
-
-    async def _search_local(
-        self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
-    ) -> _PoolResults:
-        """Searches a pool that this replica has mapped."""
-        pool = engine.pools[name]
-        row_mask = await engine.masks.allowed_rows(pool, query.rows)
-        if row_mask is not None and not row_mask.any():
-            return _PoolResults([], True, pool.version)
+        row_mask = None
+        if name in pools:
+            row_mask = await engine.masks.allowed_rows(pools[name], query.rows)
+            if row_mask is not None and not row_mask.any():
+                return answer([], True)
         ((vectors_MD, mask_M),) = await self.batcher.run(
             engine.contexts, [row], [len(row)], deadline
         )
         top_k = _search_depth(engine, query)
-        pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
-        (answer,) = await self.batcher.run(
-            engine.searches[name], [pool_query], [search_cost(top_k)], deadline
-        )
+        found: PoolAnswer
+        if name in pools:
+            pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
+            (found,) = await self.batcher.run(
+                engine.searches[name], [pool_query], [search_cost(top_k)], deadline
+            )
+        else:
+            shard_query = ShardQuery(
+                vectors_MD.numpy(), mask_M.numpy(), engine.ranker.config.search_attention,
+                top_k, query.rows, query.explain, is_admitted,
+            )  # fmt: skip
+            found = await engine.sharded[name].search(shard_query, deadline)
+        results, explained = found.results, None
+        if engine.second_stage and results:
+            results = await self._rerank(engine.second_stage, query, results, deadline)
+        if query.explain and results:
+            places = [result.index for result in results]
 
-        def vectors_at(places: Sequence[int]) -> torch.Tensor:
-            return engine.vectors_of_pool(name, np.array(places, np.int64))
+            def candidates() -> torch.Tensor:
+                if name in pools:
+                    return torch.from_numpy(vectors_at(pools[name], places))
+                return torch.from_numpy(np.stack([found.vectors[place] for place in places]))
 
-        return _PoolResults(
-            answer.results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at
-        )
-
-    async def _search_shards(
-        self,
-        engine: Engine,
-        query: RankQuery,
-        name: str,
-        row: Sequence[int],
-        deadline: float,
-        is_admitted: bool,
-    ) -> _PoolResults:
-        """Searches a pool in other deployments."""
-        pool = engine.sharded[name]
-        ((vectors_MD, mask_M),) = await self.batcher.run(
-            engine.contexts, [row], [len(row)], deadline
-        )
-        shard_results = await pool.search(
-            vectors_MD.numpy(),
-            mask_M.numpy(),
-            engine.ranker.config.search_attention,
-            _search_depth(engine, query),
-            query.rows,
-            query.explain,
-            deadline,
-            is_admitted,
-        )
-        results = [
-            Result(hit.place, hit.id, hit.text, hit.score, hit.columns)
-            for hit in shard_results.rows
-        ]
-        vectors = {
-            hit.place: hit.vector_D for hit in shard_results.rows if hit.vector_D is not None
-        }
-
-        def vectors_at(places: Sequence[int]) -> torch.Tensor:
-            return torch.from_numpy(np.stack([vectors[place] for place in places]))
-
-        return _PoolResults(
-            results,
-            shard_results.certified,
-            pool.version,
-            vectors_MD,
-            mask_M,
-            vectors_at,
-            shard_results.missing,
+            ranking = ExplainableRanking(row, vectors_MD, mask_M, candidates)
+            explained = await self._explain(engine, ranking, deadline)
+        return answer(
+            results, found.certified, explained=explained, missing_shards=found.missing_shards
         )
 
     async def _rerank(

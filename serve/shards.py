@@ -17,28 +17,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
 from pipeline.models.settings import read_settings
-from pipeline.pools.lock import LeaseFile, lease
+from pipeline.pools.lock import lease
 from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.pools.shard import PoolPart
 from pipeline.search import device
-from serve.batcher import SENDER, Batch, Batcher, Stage
+from serve.batcher import SENDER, Batch, Batcher
 from serve.engine import (
     CANARIES,
+    PoolAnswer,
     PoolQuery,
     search_cost,
     search_device,
     search_share,
     search_stage,
+    vectors_at,
 )
 from serve.follower import close_later
 from serve.masks import Masks, RowFilter
@@ -57,47 +58,19 @@ _log = logging.getLogger("polyrank.serve")
 class ShardQuery:
     """A query to a shard."""
 
-    version: str
-    """URI of the pool's version."""
     vectors_MD: Floats
     mask_M: Bools
     attention: Attention
     top_k: int
     rows: RowFilter
     with_vectors: bool
-    timeout_s: float
-    """A later answer is of no use."""
-    sender: str
     is_admitted: bool
     """Whether it belongs to a list of queries that was admitted."""
-
-
-class ShardRow(NamedTuple):
-    """One of the best rows of a shard."""
-
-    place: int
-    """Its place in the whole pool."""
-    id: str
-    text: str
-    score: float
-    columns: dict[str, Any]
-    vector_D: Floats | None
-    """None: the query does not ask for vectors."""
-
-
-class ShardAnswer(NamedTuple):
-    """The best rows of a shard, best first; ties by id."""
-
-    rows: list[ShardRow]
-    certified: bool
-
-
-class ShardRefusal(NamedTuple):
-    """The reason why a shard does not answer; an exception would reach the ranker as one of Ray's."""
-
-    code: str
-    message: str
-    retry_after_s: float = 0.0
+    version: str = ""
+    """URI of the pool's version. `ShardedPool` sets it and the fields below."""
+    timeout_s: float = 0.0
+    """A later answer is of no use."""
+    sender: str = ""
 
 
 class ShardFacts(NamedTuple):
@@ -133,26 +106,21 @@ class PoolShard:
 
     def problem(self) -> str:
         """The reason why nothing can be searched, or ""."""
-        is_failing = (
-            self.batcher.is_failing
-        )  # a query that cannot be searched has failed in the ranker
-        return self.batcher.problem() or ("searches fail" if is_failing else "")
+        # A query that cannot be searched has failed in the ranker.
+        return self.batcher.problem() or ("searches fail" if self.batcher.is_failing else "")
 
-    def preload(self, pool: str) -> None:
-        """Opens the CURRENT version of a pool. Raises BadInput or OSError."""
-        self._open(pool)
-
-    async def open(self, version: str) -> ShardFacts | ShardRefusal:
+    async def open(self, version: str) -> ShardFacts | Refusal:
         """Opens the shard of a version, and checks its files, unless it is open."""
         loop = asyncio.get_running_loop()
         try:
-            shard = await loop.run_in_executor(self._opening, self._open, version)
+            shard = await loop.run_in_executor(self._opening, self.preload, version)
         except (BadInput, OSError) as error:
-            return ShardRefusal("invalid_request", str(error).splitlines()[0])
-        return shard.facts()
+            return Refusal("invalid_request", str(error).splitlines()[0])
+        pool = shard.pool
+        return ShardFacts(describe(pool), pool.filter_columns, pool.canaries(CANARIES))
 
-    def _open(self, version: str) -> _OpenShard:
-        """On one thread at a time."""
+    def preload(self, version: str) -> _OpenShard:
+        """Opens a version, or a pool's CURRENT one; on one thread at a time. Raises BadInput or OSError."""
         if (shard := self._find(version)) is not None:
             return shard
         pool = Pool.open(version, part=self._part, device=search_device())
@@ -163,7 +131,7 @@ class PoolShard:
             versions = [uri for uri, other in self._open_shards.items() if other.pool.name == name]
             old_shards = [self._open_shards.pop(uri) for uri in versions[:-_VERSIONS]]
         for old_shard in old_shards:
-            close_later(old_shard)
+            close_later(old_shard.close)
         return shard
 
     def _find(self, version: str) -> _OpenShard | None:
@@ -172,55 +140,52 @@ class PoolShard:
                 self._open_shards.move_to_end(version)
             return self._open_shards.get(version)
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
-        """The best rows of the shard; a version that is not open yet (the replica is new) is opened.
+    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
+        """The best rows of the shard, with their places in the whole pool; or the refusal, which would reach
+        the ranker as an error of Ray's if it were raised. A version that is not open yet (the replica is
+        new) is opened.
 
-        Raises ShardUnavailable where it cannot be.
+        Raises ShardUnavailable where the version cannot be opened.
         """
         deadline = time.monotonic() + query.timeout_s
         shard = self._find(query.version)
         if shard is None:
             loop = asyncio.get_running_loop()
             try:
-                shard = await loop.run_in_executor(self._opening, self._open, query.version)
+                shard = await loop.run_in_executor(self._opening, self.preload, query.version)
             except (BadInput, OSError) as error:
                 _log.warning("%s: cannot be opened: %s", query.version, error)
                 raise ShardUnavailable("it cannot open the version") from None
         try:
             return await self._search(shard, query, deadline)
         except Refusal as refusal:
-            return ShardRefusal(refusal.code, refusal.message, refusal.retry_after_s)
+            return refusal
         except BadInput as error:
-            return ShardRefusal("invalid_request", str(error))
+            return Refusal("invalid_request", str(error))
 
-    async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
+    async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> PoolAnswer:
         if not len(shard.pool):
-            return ShardAnswer([], True)
+            return PoolAnswer([], True)
         SENDER.set(query.sender)
         name = f"search {shard.pool.name}"
         with self.batcher.admit(name, search_share(query.top_k), deadline, query.is_admitted):
             row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
             if row_mask is not None and not row_mask.any():
-                return ShardAnswer([], True)
-            pool_query = PoolQuery(
-                torch.from_numpy(query.vectors_MD),
-                torch.from_numpy(query.mask_M),
-                query.top_k,
-                row_mask,
-            )
+                return PoolAnswer([], True)
+            vectors_MD, mask_M = map(torch.from_numpy, (query.vectors_MD, query.mask_M))
+            pool_query = PoolQuery(vectors_MD, mask_M, query.top_k, row_mask)
             stage, cost = shard.searches(query.attention), search_cost(query.top_k)
             (answer,) = await self.batcher.run(stage, [pool_query], [cost], deadline)
-        rows = []
-        for result in answer.results:
-            place = np.array([result.index])
-            vector_D = shard.pool.vectors_at(place)[0] if query.with_vectors else None
-            pool_place = shard.first + result.index
-            rows.append(
-                ShardRow(
-                    pool_place, result.id, result.text, result.score, dict(result.columns), vector_D
-                )
-            )
-        return ShardAnswer(rows, answer.certified)
+        places = [result.index for result in answer.results]
+        pool_places = [shard.first + place for place in places]
+        results = [
+            replace(result, index=place)
+            for result, place in zip(answer.results, pool_places, strict=True)
+        ]
+        if not query.with_vectors:
+            return PoolAnswer(results, answer.certified)
+        vectors = dict(zip(pool_places, vectors_at(shard.pool, places), strict=True))
+        return PoolAnswer(results, answer.certified, vectors)
 
 
 class _OpenShard:
@@ -230,10 +195,9 @@ class _OpenShard:
         self.pool = pool
         self.first = part.rows(pool.artifact.rows("rows/")).start
         """The place of its first row in the whole pool."""
-        self.columns = pool.filter_columns
-        self._lease: LeaseFile | None = lease(pool.artifact.uri)
+        self._lease = lease(pool.artifact.uri)
         self.masks = Masks()
-        self.searches = functools.cache(self._stage)
+        self.searches = functools.cache(functools.partial(search_stage, pool))
         """A stage for each attention."""
         if pool.on_device is not None:
             # For the vectors of the model, if it can still be read where it was; else the first query waits.
@@ -246,12 +210,6 @@ class _OpenShard:
         if self._lease is not None:
             self._lease.stop()
 
-    def _stage(self, attention: Attention) -> Stage:
-        return search_stage(self.pool, attention)
-
-    def facts(self) -> ShardFacts:
-        return ShardFacts(describe(self.pool), self.columns, self.pool.canaries(CANARIES))
-
 
 class ShardUnavailable(RuntimeError):
     """A shard cannot answer, or not in time."""
@@ -260,21 +218,11 @@ class ShardUnavailable(RuntimeError):
 class ShardHandle(Protocol):
     """A ranker's connection to a shard, all of whose replicas hold the same rows."""
 
-    def open(self, version: str) -> ShardFacts | ShardRefusal:
+    def open(self, version: str) -> ShardFacts | Refusal:
         """Lets every replica open a version; waits for one. Raises ShardUnavailable."""
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
         """Asks one replica, and another one where it dies."""
-
-
-class Merged(NamedTuple):
-    """The merged results of the shards."""
-
-    rows: list[ShardRow]
-    certified: bool
-    """Whether this is provably the exact top k of the whole pool."""
-    missing: list[int]
-    """Numbers of the shards that did not answer."""
 
 
 class ShardedPool:
@@ -300,7 +248,7 @@ class ShardedPool:
             replies = list(threads.map(lambda shard: shard.open(version), shards))
         facts = []
         for number, reply in enumerate(replies):
-            if isinstance(reply, ShardRefusal):
+            if isinstance(reply, Refusal):
                 raise RefusedPool(version, f"shard {number}: {reply.message}")
             facts.append(reply)
         self.name = str(facts[0].description["name"])
@@ -314,70 +262,45 @@ class ShardedPool:
             "candidates_of_shards": candidates,
         }
 
-    async def search(
-        self,
-        vectors_MD: Floats,
-        mask_M: Bools,
-        attention: Attention,
-        top_k: int,
-        rows: RowFilter,
-        with_vectors: bool,
-        deadline: float,
-        is_admitted: bool = False,
-    ) -> Merged:
+    async def search(self, query: ShardQuery, deadline: float) -> PoolAnswer:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
         Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
-        query = ShardQuery(
-            self.uri,
-            vectors_MD,
-            mask_M,
-            attention,
-            top_k,
-            rows,
-            with_vectors,
-            timeout_s,
-            SENDER.get(),
-            is_admitted,
-        )
+        query = replace(query, version=self.uri, timeout_s=timeout_s, sender=SENDER.get())
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))
         )
-        shard_answers: list[ShardAnswer] = []
-        missing: list[int] = []
-        for number, answer in enumerate(answers):
-            if isinstance(answer, ShardRefusal):
-                raise Refusal(answer.code, answer.message, None, answer.retry_after_s)
-            if answer is None:
-                missing.append(number)
-            else:
-                shard_answers.append(answer)
-        if missing and (self._on_missing == "refuse" or not shard_answers):
+        missing = [number for number, answer in enumerate(answers) if answer is None]
+        answered = [answer for answer in answers if answer is not None]
+        if missing and (self._on_missing == "refuse" or not answered):
             numbers = ", ".join(map(str, missing))
             message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
             raise Refusal("shard_missing", message, None, 1.0)
-        best_rows = heapq.nsmallest(
-            top_k,
-            (row for answer in shard_answers for row in answer.rows),
-            key=lambda row: (-row.score, row.id),
+        results = heapq.nsmallest(
+            query.top_k,
+            (result for answer in answered for result in answer.results),
+            key=lambda result: (-result.score, result.id),
         )
-        certified = not missing and all(answer.certified for answer in shard_answers)
-        return Merged(best_rows, certified, missing)
+        vectors = {
+            place: vector_D for answer in answered for place, vector_D in answer.vectors.items()
+        }
+        certified = not missing and all(answer.certified for answer in answered)
+        return PoolAnswer(results, certified, vectors, missing)
 
-    async def _ask(
-        self, number: int, query: ShardQuery, deadline: float
-    ) -> ShardAnswer | ShardRefusal | None:
-        """None: the shard is missing."""
+    async def _ask(self, number: int, query: ShardQuery, deadline: float) -> PoolAnswer | None:
+        """None: the shard is missing. Raises Refusal."""
         try:
             async with asyncio.timeout(query.timeout_s):
-                return await self._shards[number].search(query)
+                answer = await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
-                return ShardRefusal(
-                    "too_late", "the request's time was over before a shard answered"
-                )
+                message = "the request's time was over before a shard answered"
+                raise Refusal("too_late", message) from None
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
             self._count_missing(self.name, number)
             return None
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer

@@ -51,6 +51,10 @@ class Versions:
         return digest([self.model, self.fingerprint, *self.pools])
 
 
+def key_of(versions: Versions | None) -> str:
+    return versions.key if versions else ""
+
+
 @dataclass(frozen=True)
 class Targets:
     """The model and pools that an operator wants to serve."""
@@ -138,11 +142,7 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
 
 
 def _servable_version(
-    uri: str,
-    model: Artifact,
-    refused: Sequence[str],
-    served: Sequence[str],
-    problems: list[str],
+    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str], problems: list[str]
 ) -> str:
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
@@ -180,9 +180,8 @@ def _versions_newest_first(uri: str) -> list[str]:
     dated_versions: list[tuple[str, str]] = []
     for version in storage.list_folders(uri):
         with suppress(BadInput):
-            dated_versions.append(
-                (str(read_artifact(version, KIND).manifest["created_at"]), version)
-            )
+            manifest = read_artifact(version, KIND).manifest
+            dated_versions.append((str(manifest["created_at"]), version))
     return [version for _, version in sorted(dated_versions, reverse=True)]
 
 
@@ -197,24 +196,6 @@ def _require_model(version: str, model: Artifact) -> str:
     return pool.uri
 
 
-@dataclass
-class _Replica:
-    reported_at: float
-    prepared: str
-    serving: str
-
-
-@dataclass(frozen=True)
-class _RefusedVersions:
-    """Versions that a replica could not load."""
-
-    problem: str
-    pools: tuple[str, ...]
-    """The pool versions that are the reason."""
-    until: float
-    """The time from which they may be proposed again."""
-
-
 class Decider:
     """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
     is served, and decides nothing else before each living replica has reported."""
@@ -224,8 +205,11 @@ class Decider:
         self._targets, self._poll_s = Targets(model, tuple(pools)), poll_s
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
-        self._replicas: dict[str, _Replica] = {}
-        self._refused: dict[str, _RefusedVersions] = {}
+        self._reports: dict[str, tuple[float, Report]] = {}
+        """The last report of each living replica, and its time."""
+        self._refused: dict[str, tuple[float, Report]] = {}
+        """Reports of versions that a replica could not load, by key, and the time from which they may be
+        proposed again."""
         self._problems: list[str] = []
         self._decides_from = -math.inf
         """The time by which all living replicas have reported."""
@@ -234,44 +218,35 @@ class Decider:
 
     def follow(self, report: Report) -> Decision:
         """Takes a replica's report, and answers what to serve and what to load. It waits for nothing."""
+        now, patience_s = time.monotonic(), _SILENT_POLLS * self._poll_s
         with self._lock:
-            return self._follow(report, time.monotonic())
-
-    def _follow(self, report: Report, now: float) -> Decision:
-        patience_s = _SILENT_POLLS * self._poll_s
-        self._replicas = {
-            name: replica
-            for name, replica in self._replicas.items()
-            if now - replica.reported_at < patience_s
-        }
-        is_new = report.replica not in self._replicas
-        serving = report.serving.key if report.serving else ""
-        self._replicas[report.replica] = _Replica(now, report.prepared, serving)
-        if self._decided is None and report.serving is not None:
-            self._decided, self._decides_from = report.serving, now + patience_s
-        self._refused = {
-            key: refusal for key, refusal in self._refused.items() if now < refusal.until
-        }
-        if report.refused:
-            self._refuse(report.refused, report, now)
-        elif is_new and self._decided is None:  # it may load what its predecessor could not
-            self._refused, self._problems = {}, []
-            self._is_due.set()
-        proposed, living = self._proposed, self._replicas.values()
-        has_heard_all = now >= self._decides_from
-        if (
-            proposed
-            and has_heard_all
-            and all(proposed.key in (replica.prepared, replica.serving) for replica in living)
-        ):
-            self._decided, self._proposed = proposed, None
-        refusals = [refusal.problem for refusal in self._refused.values()]
-        return Decision(self._decided, self._proposed, (*self._problems, *refusals))
+            reports, refused = self._reports.items(), self._refused.items()
+            self._reports = {name: entry for name, entry in reports if now - entry[0] < patience_s}
+            self._refused = {key: entry for key, entry in refused if now < entry[0]}
+            is_new = report.replica not in self._reports
+            self._reports[report.replica] = now, report
+            if self._decided is None and report.serving is not None:
+                self._decided, self._decides_from = report.serving, now + patience_s
+            if report.refused:
+                self._refuse(report.refused, report, now)
+            elif is_new and self._decided is None:  # it may load what its predecessor could not
+                self._refused, self._problems = {}, []
+                self._is_due.set()
+            proposed_key, last_reports = key_of(self._proposed), self._reports.values()
+            is_loaded_by_all = all(
+                proposed_key in (last.prepared, key_of(last.serving)) for _, last in last_reports
+            )
+            if self._proposed and now >= self._decides_from and is_loaded_by_all:
+                self._decided, self._proposed = self._proposed, None
+            refusals = [refusal.problem for _, refusal in self._refused.values()]
+            return Decision(self._decided, self._proposed, (*self._problems, *refusals))
 
     def poll(self) -> None:
         """Looks for the wanted versions; that may take long."""
         with self._lock:
-            refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
+            refused_pools = [
+                pool for _, refusal in self._refused.values() for pool in refusal.refused_pools
+            ]
             served_pools = self._decided.pools if self._decided else ()
         try:
             wanted, problems = resolve(self._targets, refused_pools, served_pools)
@@ -282,29 +257,24 @@ class Decider:
                 self._problems = [problem_of(error)]
             return
         with self._lock:
-            self._propose(wanted, problems)
-
-    def _propose(self, wanted: Versions, problems: list[str]) -> None:
-        for problem in problems:
-            if problem not in self._problems:
-                _log.warning("%s", problem)
-        self._problems = problems
-        is_served = wanted.key == getattr(self._decided, "key", "")
-        if is_served and not self._problems:  # the refused versions are not wanted any longer
-            self._refused = {}
-        self._proposed = None if is_served or wanted.key in self._refused else wanted
+            for problem in problems:
+                if problem not in self._problems:
+                    _log.warning("%s", problem)
+            self._problems = problems
+            is_served = wanted.key == key_of(self._decided)
+            if is_served and not problems:  # the refused versions are not wanted any longer
+                self._refused = {}
+            self._proposed = None if is_served or wanted.key in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers refused versions: the pool versions that are the reason, or all."""
         until = now + RETRY_S if report.may_pass else math.inf
-        self._refused[versions.key] = _RefusedVersions(report.problem, report.refused_pools, until)
+        self._refused[versions.key] = until, report
         self._proposed = None
         self._is_due.set()
-        decided = self._decided
-        if decided and decided.key == versions.key:
-            served_keys = (replica.serving for replica in self._replicas.values())
-            if decided.key not in served_keys:  # its files have gone: decide again
-                self._decided = None
+        served_keys = [key_of(last.serving) for _, last in self._reports.values()]
+        if key_of(self._decided) == versions.key and versions.key not in served_keys:
+            self._decided = None  # its files have gone: decide again
 
 
 class PollingDecider(Decider):

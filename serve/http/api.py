@@ -14,219 +14,24 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    StrictBool,
-    StrictStr,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
 from serve import playground
-from serve.engine import Engine
+from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
 from serve.http import errors, wire
-from serve.http.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.http.bearer_tokens import BearerTokens
+from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
 from serve.http.errors import error_responses
-from serve.http.fields import FilledText, Integer, Text
-from serve.http.guard import Guard
+from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
 from serve.http.json_answers import json_answer, json_list
-from serve.limits import (
-    MAX_CANDIDATES,
-    MAX_POOL_NAME,
-    MAX_REQUESTS,
-    MAX_TOP_K,
-    MAX_TURNS,
-    Limits,
-)
-from serve.masks import RowFilter
+from serve.limits import MAX_REQUESTS, Limits
 from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
-from serve.service import CandidateText, RankAnswer, RankQuery, Service
+from serve.service import RankAnswer, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
-
-
-class Strict(BaseModel):
-    """Refuses unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Candidate(Strict):
-    """A text with the client's own id."""
-
-    id: Text
-    text: FilledText
-
-
-GivenCandidate = Annotated[
-    Annotated[FilledText, Tag("<text>")] | Annotated[Candidate, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, (dict, Candidate)) else "<text>"),
-]
-
-
-class RankRequest(Strict):
-    """The candidates come with the request, or from a pool."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
-    )
-
-    context: Annotated[
-        Annotated[FilledText, Tag("<text>")]
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
-        Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
-    ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: list[GivenCandidate] | None = Field(
-        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
-    )
-    pool: StrictStr | None = Field(
-        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
-    )
-    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
-    where: dict[str, list[Text]] | None = Field(
-        default=None,
-        max_length=10,
-        description="With a pool: its columns, and the values that a row may have there.",
-    )
-    allow: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
-    )
-    deny: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
-    )
-    explain: StrictBool = Field(
-        default=False,
-        description="Say which tokens the context's vectors attend to, and how much each vector counts in "
-        "each score. Not with a cross-encoder, which has no vectors.",
-    )
-
-    @model_validator(mode="after")
-    def _check_source(self) -> RankRequest:
-        if not any(turn.strip() for turn in self.turns):
-            raise ValueError("context: every turn is empty")
-        if (self.candidates is None) == (self.pool is None):
-            raise ValueError("candidates, pool: exactly one of them is needed")
-        for name in ("where", "allow", "deny"):
-            if self.pool is None and getattr(self, name) is not None:
-                raise ValueError(f"{name}: allowed: only with a pool")
-        return self
-
-    @property
-    def turns(self) -> list[str]:
-        return [self.context] if isinstance(self.context, str) else self.context
-
-    def check_limits(self, limits: Limits) -> None:
-        """Raises Refusal if it asks for more than the service allows."""
-        for name in ("candidates", "allow", "deny"):
-            require_at_most(limits, name, len(getattr(self, name) or ()))
-        require_at_most(limits, "top_k", self.top_k, "top_k")
-
-    def query(self) -> RankQuery:
-        candidates = None
-        if self.candidates is not None:
-            candidates = [
-                CandidateText(str(place), candidate)
-                if isinstance(candidate, str)
-                else CandidateText(candidate.id, candidate.text)
-                for place, candidate in enumerate(self.candidates)
-            ]
-        rows = RowFilter(
-            where=tuple((name, tuple(values)) for name, values in (self.where or {}).items()),
-            allow=None if self.allow is None else tuple(self.allow),
-            deny=tuple(self.deny or ()),
-        )
-        return RankQuery(self.turns, candidates, self.pool, self.top_k, rows, self.explain)
-
-
-class Result(BaseModel):
-    """A candidate. `id` is the client's or the pool's, or the text's place in the request. `columns` are the
-    pool's. `weights`, with `explain`: the share of each context vector in the score; they add up to 1."""
-
-    id: str
-    text: str
-    score: float
-    columns: dict[str, JsonValue] = {}
-    weights: list[float] | None = None
-
-
-class Explanation(BaseModel):
-    """`tokens`: the context as the model read it. `vectors`: for each context vector its attention to each
-    token, which adds up to 1, or to 0 for a vector that does not count."""
-
-    tokens: list[str]
-    vectors: list[list[float]]
-
-
-class PoolVersion(BaseModel):
-    """The pool version that answered. `missing_shards`: numbers of the shards that did not answer, whose rows
-    are not among the results."""
-
-    name: str
-    version: str
-    missing_shards: list[int] = []
-
-
-class RankResponse(BaseModel):
-    """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
-    scored the best rows of a pool again. `certified`: whether this is provably the exact top k; with a
-    second stage: whether it scored provably the exact best. `context_tokens`: tokens of the context that
-    were read; a context longer than `limits.max_context_tokens` of /info is cut. `milliseconds`: the
-    replica's time.
-    `explanation`: only with `explain`, and if there are results."""
-
-    results: list[Result]
-    certified: bool
-    model: str
-    second_stage: str | None = None
-    pool: PoolVersion | None
-    context_tokens: int = 0
-    milliseconds: float
-    explanation: Explanation | None = None
-
-
-class ClassifyRequest(Strict):
-    """Texts with one intent each, such as customers' messages."""
-
-    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
-
-
-class Intent(BaseModel):
-    """An intent and its probability."""
-
-    intent: str
-    probability: float
-
-
-class Classification(BaseModel):
-    """A text's most probable intents, best first. `out_of_scope`: even the best is too improbable."""
-
-    intents: list[Intent]
-    out_of_scope: bool
-
-
-class ClassifyResponse(BaseModel):
-    """A result for each text, in order; `classifier` and `encoder` are fingerprints."""
-
-    results: list[Classification]
-    classifier: str
-    encoder: str
-    milliseconds: float
-
-
-class Health(BaseModel):
-    """`ok`: the process answers; for /ready also: a model is loaded and computes."""
-
-    status: str
 
 
 def create_app(
@@ -267,9 +72,13 @@ def create_app(
         playground.install(app, playground_opens)
     refusal = service.batcher.refusal if service else lambda deadline: None
     app.add_middleware(
-        Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
+        Guard,
+        limits=limits,
+        tokens=tokens,
+        refusal=refusal,
+        record_answer=record_answer,
+        record_error=record_error,
     )
-    app.add_middleware(AnsweredBy, record=record_answer)
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     if origins:
@@ -305,17 +114,14 @@ def create_app(
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
-        for each in body if isinstance(body, list) else [body]:
+        ranking_requests = body if isinstance(body, list) else [body]
+        for each in ranking_requests:
             each.check_limits(limits)
-        if not isinstance(body, list):
-            answer = await ranker.rank(body.query(), deadline, engine)
-            milliseconds = 1000 * (time.monotonic() - began)
-            return await json_answer(lambda: _response(answer, milliseconds), _values(answer))
-        require_at_most(limits, "body", len(body), "requests")
+        require_at_most(limits, "body", len(ranking_requests), "requests")
         with ranker.batcher.one_request():
             rankings = [
-                asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
-                for ranking_request in body
+                asyncio.ensure_future(ranker.rank(each.query(), deadline, engine))
+                for each in ranking_requests
             ]
         try:
             answers = await asyncio.gather(*rankings)
@@ -323,10 +129,11 @@ def create_app(
             for ranking in rankings:  # after a refusal nobody waits for the others
                 ranking.cancel()
         milliseconds = 1000 * (time.monotonic() - began)
-        return await json_list(
-            [functools.partial(_response, answer, milliseconds) for answer in answers],
-            sum(map(_values, answers)),
-        )
+        responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
+        values = sum(map(_values, answers))
+        if isinstance(body, list):
+            return await json_list(responses, values)
+        return await json_answer(responses[0], values)
 
     @app.post(
         "/classify",
@@ -344,20 +151,13 @@ def create_app(
         def response() -> ClassifyResponse:
             results = [
                 Classification(
-                    intents=[
-                        Intent(intent=intent, probability=value)
-                        for intent, value in intents.classifier.best(text_intents, body.top_k)
-                    ],
-                    out_of_scope=text_intents.out_of_scope,
+                    [Intent(*best) for best in intents.classifier.best(text, body.top_k)],
+                    text.out_of_scope,
                 )
-                for text_intents in classified
+                for text in classified
             ]
-            return ClassifyResponse(
-                results=results,
-                classifier=intents.artifact.fingerprint,
-                encoder=intents.classifier.encoder_fingerprint,
-                milliseconds=milliseconds,
-            )
+            encoder = intents.classifier.encoder_fingerprint
+            return ClassifyResponse(results, intents.artifact.fingerprint, encoder, milliseconds)
 
         most_intents = min(body.top_k, len(intents.classifier.labels))
         return await json_answer(response, 2 * most_intents * len(body.texts))
@@ -391,37 +191,28 @@ def _values(answer: RankAnswer) -> int:
 
 
 def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
-    engine: Engine = answer.engine
-    explained, explanation = answer.explained, None
+    explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
         weights = _rounded(explained.weights_CM)
         tokens, attention_MT = explained.attended
-        explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
+        explanation = Explanation(tokens, _rounded(attention_MT))
+    if answer.pool:
+        missing = list(answer.missing_shards)
+        pool = PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
     return RankResponse(
         results=[
-            Result(
-                id=result.id,
-                text=result.text,
-                score=result.score,
-                columns=dict(result.columns),
-                weights=result_weights,
-            )
-            for result, result_weights in zip(answer.results, weights, strict=True)
+            Result(result.id, result.text, result.score, dict(result.columns), row)
+            for result, row in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
-        model=engine.model.fingerprint,
+        model=answer.engine.model.fingerprint,
         second_stage=answer.second_stage,
-        pool=_pool_version(answer) if answer.pool else None,
+        pool=pool,
         context_tokens=answer.context_tokens,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,
     )
-
-
-def _pool_version(answer: RankAnswer) -> PoolVersion:
-    missing = list(answer.missing_shards)
-    return PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
 
 
 def _rounded(weights: Tensor) -> list[list[float]]:

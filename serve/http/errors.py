@@ -35,21 +35,15 @@ class ErrorResponse(BaseModel):
     error: Problem
 
 
-def response(refusal: Refusal) -> JSONResponse:
+def response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The HTTP answer."""
-    headers = (
-        {"retry-after": str(math.ceil(refusal.retry_after_s))} if refusal.retry_after_s else {}
-    )
+    headers = dict(headers or {})
+    if refusal.retry_after_s:
+        headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
     if refusal.code == "unauthorized":
         headers["www-authenticate"] = "Bearer"
-    return _response(refusal.code, refusal.message, refusal.field, headers)
-
-
-def _response(
-    code: str, message: str, field: str | None, headers: Mapping[str, str]
-) -> JSONResponse:
-    problem = {"code": code, "message": message, "field": field}
-    return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
+    problem = {"code": refusal.code, "message": refusal.message, "field": refusal.field}
+    return JSONResponse({"error": problem}, CODES[refusal.code].status, headers)
 
 
 def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
@@ -65,57 +59,46 @@ def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Makes the application answer in this format; `Guard` answers for exceptions that are not expected."""
-    app.exception_handler(Refusal)(_refusal)
-    app.exception_handler(RequestValidationError)(_invalid)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(BadInput)(_bad_input)
+
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, error: Refusal) -> JSONResponse:
+        return response(error)
+
+    @app.exception_handler(BadInput)
+    async def refuse_input(request: Request, error: BadInput) -> JSONResponse:
+        return response(Refusal("invalid_request", str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        return response(_refusal_of_body(error.errors()[0]))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> JSONResponse:
+        codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
+        code = codes.get(error.status_code, "internal")
+        path = request.url.path
+        message = f"{_shortened(path)}: {CODES[code].text}"
+        usual_path = "/" + "/".join(filter(None, path.lower().split("/")))
+        paths = [getattr(route, "path", "") for route in request.app.routes]
+        if code == "not_found" and usual_path in paths:
+            message += f" There is {usual_path}"
+        return response(Refusal(code, message), error.headers)
 
 
-async def _refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
-    return response(error)
-
-
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return invalid_request(error.errors())
-
-
-def invalid_request(errors: Any) -> JSONResponse:
-    """The answer to pydantic's errors: the first of them."""
-    problem = errors[0]
+def _refusal_of_body(problem: Mapping[str, Any]) -> Refusal:
+    """The refusal that tells one of pydantic's errors."""
     if problem["type"] == "json_invalid":
         fault, place = problem.get("ctx", {}).get("error", ""), problem["loc"][-1]
-        return _response(
-            "invalid_json", f"the body is not JSON: {fault} at character {place}", None, {}
-        )
+        return Refusal("invalid_json", f"the body is not JSON: {fault} at character {place}")
     # Parts in <> name the type that a value was read as; they are not fields.
     place = [_shortened(part) for part in problem["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if not place:
-        # A rule over several fields names them.
-        message = message if problem["type"] == "value_error" else f"body: {message}"
-        return _response("invalid_request", message, None, {})
-    field = ".".join(place)
-    return _response("invalid_request", f"{field}: {message}", field, {})
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, "internal")
-    path = request.url.path
-    message = f"{_shortened(path)}: {CODES[code].text}"
-    usual_path = "/" + "/".join(filter(None, path.lower().split("/")))
-    if code == "not_found" and any(
-        usual_path == getattr(r, "path", "") for r in request.app.routes
-    ):
-        message += f" There is {usual_path}"
-    return _response(code, message, None, error.headers or {})
-
-
-async def _bad_input(request: Request, error: Exception) -> JSONResponse:
-    return _response("invalid_request", str(error), None, {})
+    if place:
+        field = ".".join(place)
+        return Refusal("invalid_request", f"{field}: {message}", field)
+    # A rule over several fields names them.
+    message = message if problem["type"] == "value_error" else f"body: {message}"
+    return Refusal("invalid_request", message)
 
 
 def _shortened(text: object) -> str:

@@ -1,4 +1,6 @@
 """The middleware before every route: request ids, bearer tokens, limits on bodies, deadlines, early refusals.
+It names the model of an answer in a header, and records it with its time: errors, and some formats of other
+services, have no field for the model, so nobody would see that a candidate model is slow or fails.
 
 It runs in each replica, so it is the same behind Serve's proxy, HAProxy, Envoy, or without any of them.
 """
@@ -7,27 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from cachetools import TTLCache
+from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.batcher import SENDER
+from serve import tracing
+from serve.batcher import SENDER, lower_priority
+from serve.engine import Engine
 from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
 from serve.limits import MAX_TIMEOUT_MS, Limits
 from serve.refusals import CODES, Refusal, too_late_refusal
 
 TIMEOUT = "x-timeout-ms"
+MODEL = "x-polyrank-model"
+"""Header of an answer: the fingerprint of the model."""
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
@@ -40,23 +48,30 @@ _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
 _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
 _SAVED_S = 10.0  # for which a sender may save up requests
-_MOST_SENDERS = 1000  # without tokens a sender is an address
+_MOST_SENDERS = 10_000  # without tokens a sender is an address
 _METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
-_NICENESS_STEP = 10
 _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
-def _lower_priority() -> None:
-    """Lowers the priority of this thread, which reads and refuses requests, below the threads that compute.
+class ModelAnswer(NamedTuple):
+    """A model's answer to a request, or its failure."""
 
-    With 200 clients on two cores, 13 rankings a second were answered with it and 5 without it.
-    """
-    # Linux has a niceness per thread. Elsewhere the call fails: the number is not a process.
-    thread = threading.get_native_id()
-    with suppress(OSError, AttributeError):
-        nice = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + _NICENESS_STEP))
+    model: str
+    """Fingerprint."""
+    route: str
+    status: int
+    """499: the client was gone before."""
+    seconds: float
+    """From the moment that the request was read."""
+
+
+def name_engine(request: Request, engine: Engine) -> Engine:
+    """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
+    state = request.state
+    state.model, state.route = engine.model.fingerprint, request.scope["route"].path
+    tracing.tag(model=state.model, request_id=state.request_id)
+    return engine
 
 
 class Guard:
@@ -68,16 +83,19 @@ class Guard:
         limits: Limits | None = None,
         tokens: BearerTokens | None = None,
         refusal: Callable[[float], Refusal | None] = lambda deadline: None,
+        record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
         record_error: Callable[[int], None] = lambda status: None,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
-        `record_error`, for metrics: takes the status of each error.
+        For metrics: `record_answer`, and `record_error`, which takes the status of each error.
         """
         self._app, self._limits = app, limits or Limits()
         self._tokens = tokens or BearerTokens()
-        self._refusal, self._record_error = refusal, record_error
+        self._refusal = refusal
+        self._record_answer, self._record_error = record_answer, record_error
         self._held_bytes = 0  # of the bodies of all requests
-        self._rates: dict[str, tuple[float, float]] = {}  # of a sender: (requests saved up, when)
+        # Of a sender: (requests saved up, when). One that has asked for nothing since is as a new one.
+        self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, _SAVED_S, time.monotonic)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,15 +104,16 @@ class Guard:
             return
         if not self._has_lowered_priority:
             self._has_lowered_priority = True
-            _lower_priority()
+            lower_priority()
         began = time.monotonic()
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
-        sender = ""
-        answer = _Answer(send, request_id, scope["method"] == "HEAD")
+        sender, state = "", scope.setdefault("state", {})
+        state["request_id"] = request_id
+        answer = _Answer(send, state, scope["method"] == "HEAD")
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
@@ -102,19 +121,31 @@ class Guard:
             SENDER.set(sender)
             if scope["method"] in _METHODS_WITH_BODY:
                 self._check_rate(sender, began)
-            state = scope.setdefault("state", {})
-            state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
             with self._holding() as hold:
                 body = await self._read_body(scope, headers, receive, hold)
-                if body is not None and (refusal := self._early_refusal(state["deadline"])):
+                read_at = time.monotonic()
+                try:
+                    if body is not None:
+                        self._refuse_early(state["deadline"])
+                        body = self._decoded(headers, body, hold)
+                except Refusal as refusal:
                     await errors.response(refusal)(scope, receive, answer)
                 else:
                     await self._answer(scope, body, receive, answer)
         except Refusal as refusal:
             await _refuse_unread(refusal, receive, answer)
-        except _ClientGone:
+        except asyncio.CancelledError:
+            answer.status = 499
+            raise
+        except ClientDisconnect:
             return
+        finally:
+            if "model" in state:
+                seconds = time.monotonic() - read_at
+                self._record_answer(
+                    ModelAnswer(state["model"], state["route"], answer.status, seconds)
+                )
         if answer.status >= 400:
             self._record_error(answer.status)
         _access.info(
@@ -124,7 +155,7 @@ class Guard:
 
     def _check_token(self, scope: Scope, headers: Headers) -> str:
         """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
-        if _needs_no_token(scope["method"], _route(scope)):
+        if _needs_no_token(scope):
             return ""
         if (sender := self._tokens.sender(headers.get("authorization", ""))) is None:
             raise Refusal("unauthorized", CODES["unauthorized"].text)
@@ -144,16 +175,13 @@ class Guard:
             message = f"a sender may ask {rate:g} times a second"
             raise Refusal("overloaded", message, None, (1 - saved) / rate)
         self._rates[sender] = saved - 1, now
-        if len(self._rates) > _MOST_SENDERS:  # those that have saved up the most are as new ones
-            self._rates = {
-                name: entry for name, entry in self._rates.items() if now - entry[1] < _SAVED_S
-            }
 
-    def _early_refusal(self, deadline: float) -> Refusal | None:
-        """The refusal of a request before it is parsed, or None."""
+    def _refuse_early(self, deadline: float) -> None:
+        """Raises the refusal of a request before it is parsed, if there is one."""
         if deadline <= time.monotonic():
-            return too_late_refusal()
-        return self._refusal(deadline)
+            raise too_late_refusal()
+        if refusal := self._refusal(deadline):
+            raise refusal
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -197,9 +225,8 @@ class Guard:
             self._held_bytes += size
             is_full = self._held_bytes > self._limits.all_bodies_bytes
             if is_full and held > _SMALL_BODY_BYTES:
-                raise Refusal(
-                    "overloaded", "the bodies of other requests take the memory", None, 1.0
-                )
+                message = "the bodies of other requests take the memory"
+                raise Refusal("overloaded", message, None, 1.0)
 
         try:
             yield hold
@@ -212,12 +239,9 @@ class Guard:
         """The whole body; None if the method has no body. Raises Refusal."""
         if scope["method"] not in _METHODS_WITH_BODY:
             return None
-        max_bytes = self._limits.body_bytes
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:18]) > max_bytes:
-            raise Refusal(
-                "too_large", f"the body has {int(length[:18]):,} bytes; allowed: {max_bytes:,}"
-            )
+        length, most = headers.get("content-length", "")[:18], self._limits.body_bytes
+        if length.isdecimal() and int(length) > most:
+            raise Refusal("too_large", f"the body has {int(length):,} bytes; allowed: {most:,}")
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
@@ -229,56 +253,57 @@ class Guard:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                has_more = True
-                while has_more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGone
-                    hold(len(part := message.get("body", b"")))
+                async for part in Request(scope, receive).stream():
+                    hold(len(part))
                     body += part
-                    if len(body) > max_bytes:
-                        raise _too_large_refusal(max_bytes)
-                    has_more = message.get("more_body", False)
+                    self._require_size(body)
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
-        return _gunzipped(bytes(body), max_bytes) if encoding.endswith("gzip") else bytes(body)
+        return bytes(body)
+
+    def _decoded(self, headers: Headers, body: bytes, hold: Callable[[int], None]) -> bytes:
+        """The body without its compression. Raises Refusal."""
+        if not headers.get("content-encoding", "").strip().lower().endswith("gzip"):
+            return body
+        decoder = zlib.decompressobj(wbits=31)
+        try:
+            decoded = decoder.decompress(body, self._limits.body_bytes + 1)
+        except zlib.error:
+            raise Refusal("invalid_json", "the body is not gzip") from None
+        self._require_size(decoded)
+        if not decoder.eof:
+            raise Refusal("invalid_json", "the body's gzip is truncated")
+        if decoder.unused_data.strip(
+            b"\0"
+        ):  # to read it all takes the square of the number of members
+            raise Refusal("invalid_json", "the body's gzip has several members; allowed: one")
+        hold(len(decoded) - len(body))
+        return decoded
+
+    def _require_size(self, body: bytes | bytearray) -> None:
+        if len(body) > (most := self._limits.body_bytes):
+            raise Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
 
 
 class _Answer:
-    """Sends the answer of a request with its id, and without a body for HEAD. `status`: 0 until it begins."""
+    """Sends the answer of a request with its id and its model, and without a body for HEAD.
+    `status`: 0 until it begins."""
 
-    def __init__(self, send: Send, request_id: str, is_head: bool) -> None:
-        self._send, self._request_id, self._is_head = send, request_id, is_head
+    def __init__(self, send: Send, state: Mapping[str, Any], is_head: bool) -> None:
+        self._send, self._state, self._is_head = send, state, is_head
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._state["request_id"]
+            if "model" in self._state:
+                headers[MODEL] = self._state["model"]
         elif message["type"] == "http.response.body" and self._is_head:
             message = {**message, "body": b""}
         await self._send(message)
-
-
-def _gunzipped(body: bytes, max_bytes: int) -> bytes:
-    """The body without its compression. Raises Refusal."""
-    decoder = zlib.decompressobj(wbits=31)
-    try:
-        decoded = decoder.decompress(body, max_bytes + 1)
-    except zlib.error:
-        raise Refusal("invalid_json", "the body is not gzip", None) from None
-    if len(decoded) > max_bytes:
-        raise _too_large_refusal(max_bytes)
-    if not decoder.eof:
-        raise Refusal("invalid_json", "the body's gzip is truncated", None)
-    if decoder.unused_data.strip(b"\0"):  # to read it all takes the square of the number of members
-        raise Refusal("invalid_json", "the body's gzip has several members; allowed: one", None)
-    return decoded
-
-
-def _too_large_refusal(max_bytes: int) -> Refusal:
-    return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 
 async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
@@ -305,21 +330,18 @@ async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) ->
     await answer({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _route(scope: Scope) -> str:
-    """The path without the prefix of the application, which Ray's proxy leaves in the path."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 def _logged_path(scope: Scope) -> str:
     """The path as a client writes it in a URL, truncated. The decoded path may hold line ends and spaces, by
     which a client could write lines of the log itself."""
     return quote(scope["path"], safe=_SAFE_IN_PATHS, errors="replace")[:_MAX_PATH_CHARACTERS]
 
 
-def _needs_no_token(method: str, path: str) -> bool:
+def _needs_no_token(scope: Scope) -> bool:
     """Whether no token is needed. The playground's page asks the user for one; a browser's OPTIONS request
     cannot carry one."""
+    method = scope["method"]
+    # Ray's proxy leaves the prefix of the application in the path.
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     is_page = method in ("GET", "HEAD") and (path == "/" or path.startswith("/playground/"))
     return is_page or path in _PATHS_WITHOUT_TOKEN or method == "OPTIONS"
 
@@ -339,10 +361,6 @@ def _is_safe_host(client: str, host: str) -> bool:
         return "." not in name or bool(ip_address(name))
     except ValueError:
         return False
-
-
-class _ClientGone(Exception):
-    """The client has closed the connection."""
 
 
 def log_to_stderr() -> logging.Handler:

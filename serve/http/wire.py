@@ -9,7 +9,7 @@ Rules for all of them:
   score above 37 becomes 1.0. `raw_scores` returns the score itself.
 - There is one model. Where the service has names, a request may say in `model` one of them or the
   fingerprint, and another one is refused. Else `model` is ignored: many clients must send one. The answer
-  names the fingerprint in the header of `answered_by.py`, and in the body where the format has a field
+  names the fingerprint in the header of `guard.py`, and in the body where the format has a field
   for it.
 - Texts are always truncated to the model's maximum, which /info names. `truncate: false` (TEI) is refused.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
@@ -26,18 +26,14 @@ import base64
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.engine import Engine
-from serve.http.answered_by import name_engine
-from serve.http.errors import error_responses
-from serve.http.json_answers import json_answer
-from serve.http.wire_bodies import (
+from serve.http.bodies import (
     AnyRerank,
     ApiVersion,
     Document,
@@ -56,6 +52,9 @@ from serve.http.wire_bodies import (
     TextScore,
     Usage,
 )
+from serve.http.errors import error_responses
+from serve.http.guard import name_engine
+from serve.http.json_answers import json_answer
 from serve.limits import Limits
 from serve.refusals import REFUSALS, Refusal, require_at_most
 from serve.service import Service
@@ -67,19 +66,39 @@ def add_routes(
     """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal.
     `names`: those of the model, beside its fingerprint."""
 
-    def require_model(name: str | None) -> Service:
-        service = require_service()
-        served = [*names, service.champion.model.fingerprint]
-        if names and name is not None and name not in served:
+    def require_served(model: str) -> None:
+        served = [*names, require_service().champion.model.fingerprint]
+        if model not in served:
             message = f"model: not served here; there are: {', '.join(served)}"
             raise Refusal("unknown_model", message, "model")
+
+    def require_model(name: str | None) -> Service:
+        service = require_service()
+        if names and name is not None:
+            require_served(name)
         return service
 
     async def rerank_documents(
         body: DocumentsRerank, request: Request, version: str
     ) -> RerankResponse:
         require_at_most(limits, "documents", len(body.documents))
-        return await _rerank(require_model(body.model), body, request, version)
+        texts, service = body.texts, require_model(body.model)
+        best_first, tokens = await _score(service, body.query, texts, request, body.raw_scores)
+        results = [
+            DocumentScore(
+                index=place,
+                relevance_score=score,
+                document=Document(text=texts[place]) if body.return_documents else None,
+            )
+            for place, score in best_first[: body.top_n]
+        ]
+        return RerankResponse(
+            id=request.state.request_id,
+            model=request.state.model,
+            results=results,
+            usage=_usage(tokens),
+            meta=Meta(api_version=ApiVersion(version=version)),
+        )
 
     @app.post(
         "/rerank",
@@ -90,17 +109,12 @@ def add_routes(
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
             return await rerank_documents(body, request, "1")
-        require_at_most(limits, "texts", len(body.texts))
-        text_scores = await _score(require_service(), body.query, body.texts, request)
+        texts = body.texts
+        require_at_most(limits, "texts", len(texts))
+        best_first, _ = await _score(require_service(), body.query, texts, request, body.raw_scores)
         return [
-            TextScore(
-                index=place,
-                score=text_scores.scores[place]
-                if body.raw_scores
-                else sigmoid(text_scores.scores[place]),
-                text=body.texts[place] if body.return_text else None,
-            )
-            for place in text_scores.order
+            TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
+            for place, score in best_first
         ]
 
     @app.post(
@@ -125,7 +139,13 @@ def add_routes(
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
         require_at_most(limits, "inputs", len(body.inputs))
-        return await _embed(require_service(), body, request)
+        as_contexts = body.prompt_name == "context"
+        vectors_ND, _ = await _encode_texts(
+            require_service(), body.inputs, request, body.dimensions, as_contexts
+        )
+        if body.normalize:
+            vectors_ND = F.normalize(vectors_ND, dim=1)
+        return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
     @app.post(
@@ -137,49 +157,41 @@ def add_routes(
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
         service = require_model(body.model)
         require_at_most(limits, "input", len(body.input))
-        text_vectors = await _encode_texts(service, body.input, request, body.dimensions)
+        vectors_ND, tokens = await _encode_texts(service, body.input, request, body.dimensions)
+        encode = _base64 if body.encoding_format == "base64" else Tensor.tolist
 
         def response() -> EmbeddingsResponse:
-            vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
-            embeddings_N = (
-                _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
-            )
+            embeddings = encode(F.normalize(vectors_ND, dim=1))
             return EmbeddingsResponse(
-                data=[
-                    Embedding(index=place, embedding=vector)
-                    for place, vector in enumerate(embeddings_N)
-                ],
-                model=text_vectors.engine.model.fingerprint,
-                usage=_usage(text_vectors.tokens),
+                data=[Embedding(index=n, embedding=vector) for n, vector in enumerate(embeddings)],
+                model=request.state.model,
+                usage=_usage(tokens),
             )
 
-        return await json_answer(response, text_vectors.vectors_ND.numel())
+        return await json_answer(response, vectors_ND.numel())
 
     def card(name: str) -> ModelCard:
-        model = require_model(name or None).champion.model
-        created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
-        return ModelCard(id=name or model.fingerprint, created=int(created))
+        created_at = require_service().champion.model.manifest["created_at"]
+        created = int(datetime.fromisoformat(created_at).timestamp())
+        return ModelCard(id=name, created=created)
 
     @app.get("/models", include_in_schema=False)  # infinity's route
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
-        return ModelList(data=[card(name) for name in ("", *names)])
+        fingerprint = require_service().champion.model.fingerprint
+        return ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(
         "/v1/models/{id}", responses=error_responses("unauthorized", "unknown_model", "not_ready")
     )
     async def model(id: str) -> ModelCard:
         """The model of this id, in OpenAI's format."""
-        if id not in (served := [*names, require_service().champion.model.fingerprint]):
-            message = f"model: not served here; there are: {', '.join(served)}"
-            raise Refusal("unknown_model", message, "model")
+        require_served(id)
         return card(id)
 
     @app.post(
-        "/",
-        responses=error_responses(*REFUSALS),
-        response_model=list[float] | list[list[float]],
+        "/", responses=error_responses(*REFUSALS), response_model=list[float] | list[list[float]]
     )
     async def hugging_face(body: HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
@@ -191,12 +203,10 @@ def add_routes(
     @app.post("/similarity", responses=error_responses(*REFUSALS))
     async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
-        sentences = body.inputs
-        require_at_most(limits, "inputs.sentences", len(sentences.sentences))
-        text_scores = await _score(
-            require_service(), sentences.source_sentence, sentences.sentences, request
-        )
-        return text_scores.scores
+        sentence, others = body.inputs.source_sentence, body.inputs.sentences
+        require_at_most(limits, "inputs.sentences", len(others))
+        best_first, _ = await _score(require_service(), sentence, others, request, raw_scores=True)
+        return [score for _, score in sorted(best_first)]
 
 
 def sigmoid(score: float) -> float:
@@ -205,59 +215,15 @@ def sigmoid(score: float) -> float:
     return (1.0 if score >= 0 else decay) / (1.0 + decay)
 
 
-class _Scores(NamedTuple):
-    engine: Engine
-    scores: list[float]
-    order: list[int]
-    """Places, best first; ties in the order given."""
-    tokens: int
-
-
-async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scores:
-    engine, deadline = name_engine(request, service.choose_engine()), request.state.deadline
-    scores, tokens = await service.scores(engine, [query], texts, deadline)
+async def _score(
+    service: Service, query: str, texts: Sequence[str], request: Request, raw_scores: bool
+) -> tuple[list[tuple[int, float]], int]:
+    """((place, score) of each text, best first, ties in the order given; tokens read)"""
+    engine = name_engine(request, service.choose_engine())
+    scores, tokens = await service.scores(engine, [query], texts, request.state.deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
-    return _Scores(engine, scores, order, tokens)
-
-
-async def _rerank(
-    service: Service, body: DocumentsRerank, request: Request, version: str
-) -> RerankResponse:
-    texts = body.texts
-    text_scores = await _score(service, body.query, texts, request)
-    results = []
-    for place in text_scores.order[: body.top_n]:
-        score = text_scores.scores[place]
-        document = Document(text=texts[place]) if body.return_documents else None
-        results.append(
-            DocumentScore(
-                index=place,
-                relevance_score=score if body.raw_scores else sigmoid(score),
-                document=document,
-            )
-        )
-    return RerankResponse(
-        id=request.state.request_id,
-        model=text_scores.engine.model.fingerprint,
-        results=results,
-        usage=_usage(text_scores.tokens),
-        meta=Meta(api_version=ApiVersion(version=version)),
-    )
-
-
-class _Vectors(NamedTuple):
-    engine: Engine
-    vectors_ND: Tensor
-    tokens: int
-
-
-async def _embed(service: Service, body: EmbedRequest, request: Request) -> Response:
-    as_contexts = body.prompt_name == "context"
-    text_vectors = await _encode_texts(service, body.inputs, request, body.dimensions, as_contexts)
-    vectors_ND = text_vectors.vectors_ND
-    if body.normalize:
-        vectors_ND = F.normalize(vectors_ND, dim=1)
-    return await json_answer(vectors_ND.tolist, vectors_ND.numel())
+    shown = scores if raw_scores else list(map(sigmoid, scores))
+    return [(place, shown[place]) for place in order], tokens
 
 
 async def _encode_texts(
@@ -266,8 +232,8 @@ async def _encode_texts(
     request: Request,
     dimensions: int | None,
     as_contexts: bool = False,
-) -> _Vectors:
-    """Vectors as the model scores with them, cut to `dimensions` the way it cuts them in training.
+) -> tuple[Tensor, int]:
+    """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
     They are always the champion's: clients compare vectors of several requests, and those of two models have
     nothing in common. Raises Refusal for what this model has not.
@@ -293,7 +259,7 @@ async def _encode_texts(
                       "prompt_name")  # fmt: skip
     if dimensions is not None:
         vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
-    return _Vectors(engine, vectors_ND, tokens)
+    return vectors_ND, tokens
 
 
 def _base64(vectors_ND: Tensor) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from serve.http.answered_by import MODEL, ModelAnswer
 from serve.http.api import create_app
+from serve.http.guard import MODEL, ModelAnswer
 from serve.service import Service
 
 from .conftest import Asking

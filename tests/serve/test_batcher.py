@@ -351,8 +351,26 @@ def test_the_watch_hears_of_every_batch():
 def test_the_thread_that_computes_gives_way_to_the_event_loop(batcher):
     niceness = Stage("niceness", lambda rows: [os.getpriority(os.PRIO_PROCESS, 0) for _ in rows], 1)
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert run(batcher.run(niceness, [None], [1], soon())) == [max(before, 10)]
+    assert run(batcher.run(niceness, [None], [1], soon())) == [min(19, before + 10)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_a_worker_of_ray_that_has_a_low_priority_computes(monkeypatch):
+    """Niceness 15 was set to 10, which ended the thread, as only root may do so."""
+    given = []
+
+    def set_priority(which, who, niceness):
+        if niceness < 15:
+            raise PermissionError
+        given.append(niceness)
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 15)
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    batcher = Batcher(60.0)
+    assert run(batcher.run(Stage("k", lambda rows: rows, 3), [1], [1], soon())) == [1]
+    batcher.close()
+    assert given == [19]
 
 
 def test_an_error_of_the_metrics_ends_nothing(caplog):

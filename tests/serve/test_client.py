@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from serve.client import AsyncClient, Client, ServiceError
-from serve.client_types import Question, Ranking
+from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
 from serve.http import errors
 from serve.http.api import create_app
@@ -125,9 +125,11 @@ def no_service() -> Iterator[str]:
 
 
 def error_of(call: Callable[[], Any]) -> ServiceError:
+    """The error, which may come from another process."""
     with pytest.raises(ServiceError) as caught:
         call()
     assert str(caught.value) == caught.value.message
+    assert vars(pickle.loads(pickle.dumps(caught.value))) == vars(caught.value)
     return caught.value
 
 

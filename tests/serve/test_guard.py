@@ -171,6 +171,18 @@ def test_a_body_that_cannot_be_decompressed_is_refused(client, encoding, content
     response = client.post("/rank", content=content, headers=headers)
     assert response.status_code == status
     assert ("encod" in response.json()["error"]["message"]) == (status == 415)
+    # A body that was read leaves nothing to wait for before the connection may go on.
+    assert ("connection" in response.headers) == (status == 415)
+
+
+def test_what_a_body_takes_when_it_is_decompressed_counts(service):
+    """4 kB made 2 MB, of which the service counted 4 kB."""
+    app = api.create_app(service, Limits(all_bodies_bytes=1_000_000))
+    headers = {**JSON, "content-encoding": "gzip"}
+    with TestClient(app) as client:
+        for size, status in ((1_100_000, 429), (900_000, 400)):
+            content = gzip.compress(b" " * size)
+            assert client.post("/rank", content=content, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8",

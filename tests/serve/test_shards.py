@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import shutil
 import threading
 from contextlib import suppress
@@ -46,7 +47,7 @@ class InProcess:
         self.asked += 1
         if self.is_gone:
             raise ShardUnavailable("gone")
-        return await self.shard.search(query)
+        return pickle.loads(pickle.dumps(await self.shard.search(query)))  # as from another process
 
 
 @pytest.fixture(scope="module")

@@ -509,7 +509,7 @@ def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
     publish(model, "v-1")
     engine = engine_of(resolve(targets(model, pools))[0])
     reference = weakref.ref(engine)
-    timer = close_later(engine, 60.0)
+    timer = close_later(engine.close, 60.0)
     timer.cancel()
     del engine
     timer.function()

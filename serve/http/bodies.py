@@ -1,0 +1,418 @@
+"""The bodies of requests and answers: polyrank's own, and in the formats of other services.
+
+`serve/answers.py` has those that the client reads, too. `wire.py` has the rules of the others' formats.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictStr,
+    Tag,
+    model_validator,
+)
+
+from serve.answers import Explanation, Result
+from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS, Limits
+from serve.masks import RowFilter
+from serve.refusals import require_at_most
+from serve.service import CandidateText, RankQuery
+
+# Fields
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the text is empty")
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half of a surrogate pair") from None
+    return text
+
+
+def _number(value: Any) -> Any:
+    """JSON has one type of number, so 10.0 is allowed for 10. Strings and booleans are not numbers."""
+    if isinstance(value, (bool, str)):
+        raise ValueError("input should be a valid integer")
+    return value
+
+
+FilledText = Annotated[
+    StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
+]
+Text = Annotated[StrictStr, AfterValidator(_encodable)]
+Integer = Annotated[int, BeforeValidator(_number)]
+# The bound must stand before the validator, or OpenAPI does not show it.
+Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+
+
+# polyrank's own
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Candidate(Strict):
+    """A text with the client's own id."""
+
+    id: Text
+    text: FilledText
+
+
+GivenCandidate = Annotated[
+    Annotated[FilledText, Tag("<text>")] | Annotated[Candidate, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, (dict, Candidate)) else "<text>"),
+]
+
+
+class RankRequest(Strict):
+    """The candidates come with the request, or from a pool."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
+    )
+
+    context: Annotated[
+        Annotated[FilledText, Tag("<text>")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
+        Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
+    ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
+    candidates: list[GivenCandidate] | None = Field(
+        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
+    )
+    pool: StrictStr | None = Field(
+        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
+    )
+    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
+    where: dict[str, list[Text]] | None = Field(
+        default=None,
+        max_length=10,
+        description="With a pool: its columns, and the values that a row may have there.",
+    )
+    allow: list[Text] | None = Field(
+        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
+    )
+    deny: list[Text] | None = Field(
+        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
+    )
+    explain: StrictBool = Field(
+        default=False,
+        description="Say which tokens the context's vectors attend to, and how much each vector counts in "
+        "each score. Not with a cross-encoder, which has no vectors.",
+    )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> RankRequest:
+        if not any(turn.strip() for turn in self.turns):
+            raise ValueError("context: every turn is empty")
+        if (self.candidates is None) == (self.pool is None):
+            raise ValueError("candidates, pool: exactly one of them is needed")
+        for name in ("where", "allow", "deny"):
+            if self.pool is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: allowed: only with a pool")
+        return self
+
+    @property
+    def turns(self) -> list[str]:
+        return [self.context] if isinstance(self.context, str) else self.context
+
+    def check_limits(self, limits: Limits) -> None:
+        """Raises Refusal if it asks for more than the service allows."""
+        for name in ("candidates", "allow", "deny"):
+            require_at_most(limits, name, len(getattr(self, name) or ()))
+        require_at_most(limits, "top_k", self.top_k, "top_k")
+
+    def query(self) -> RankQuery:
+        candidates = None
+        if self.candidates is not None:
+            candidates = [
+                CandidateText(str(place), candidate)
+                if isinstance(candidate, str)
+                else CandidateText(candidate.id, candidate.text)
+                for place, candidate in enumerate(self.candidates)
+            ]
+        rows = RowFilter(
+            where=tuple((name, tuple(values)) for name, values in (self.where or {}).items()),
+            allow=None if self.allow is None else tuple(self.allow),
+            deny=tuple(self.deny or ()),
+        )
+        return RankQuery(self.turns, candidates, self.pool, self.top_k, rows, self.explain)
+
+
+class PoolVersion(BaseModel):
+    """The pool version that answered. `missing_shards`: numbers of the shards that did not answer, whose rows
+    are not among the results."""
+
+    name: str
+    version: str
+    missing_shards: list[int] = []
+
+
+class RankResponse(BaseModel):
+    """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
+    scored the best rows of a pool again. `certified`: whether this is provably the exact top k; with a
+    second stage: whether it scored provably the exact best. `context_tokens`: tokens of the context that
+    were read; a context longer than `limits.max_context_tokens` of /info is cut. `milliseconds`: the
+    replica's time.
+    `explanation`: only with `explain`, and if there are results."""
+
+    results: list[Result]
+    certified: bool
+    model: str
+    second_stage: str | None = None
+    pool: PoolVersion | None
+    context_tokens: int = 0
+    milliseconds: float
+    explanation: Explanation | None = None
+
+
+class ClassifyRequest(Strict):
+    """Texts with one intent each, such as customers' messages."""
+
+    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
+    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
+
+
+class Health(BaseModel):
+    """`ok`: the process answers; for /ready also: a model is loaded and computes."""
+
+    status: str
+
+
+# Other services
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and any(isinstance(item, (int, list)) for item in value):
+        raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
+    return value
+
+
+_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
+Texts = Annotated[
+    _TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _TextList)
+]
+"""A single text means a list of one."""
+
+
+class Document(BaseModel):
+    """A text to rank. Other fields are ignored."""
+
+    text: FilledText
+
+
+GivenDocument = Annotated[
+    Annotated[FilledText, Tag("<text>")] | Annotated[Document, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict) else "<text>"),
+]
+
+
+# Requests
+
+Truncate = Annotated[
+    Literal[True, None], Field(description="Texts that are too long are always truncated.")
+]
+_DIMENSIONS = (
+    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
+)
+
+
+class TextsRerank(BaseModel):
+    """A rerank request in TEI's format."""
+
+    query: FilledText
+    texts: _TextList
+    raw_scores: StrictBool = False
+    return_text: StrictBool = False
+    truncate: Truncate = True
+    truncation_direction: Literal["right", "Right"] = "right"
+
+
+class _ForModel(BaseModel):
+    model: str | None = Field(
+        default=None,
+        description="A name or the fingerprint of the served model; null means it, too.",
+    )
+
+
+class DocumentsRerank(_ForModel):
+    """A rerank request in the format of Jina, infinity and Cohere."""
+
+    query: FilledText
+    # Before the documents: those with other fields have no text, and the error names what asks for them.
+    rank_fields: list[Literal["text"]] | None = Field(
+        default=None, description="Fields of a document to read."
+    )
+    documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
+    top_n: Count | None = Field(default=None, description="Most results; by default all.")
+    return_documents: StrictBool | None = None
+    raw_scores: StrictBool = False
+
+    @property
+    def texts(self) -> list[str]:
+        return [
+            document if isinstance(document, str) else document.text for document in self.documents
+        ]
+
+
+class EmbedRequest(BaseModel):
+    """An embedding request in TEI's format."""
+
+    inputs: Texts
+    normalize: StrictBool = Field(default=True, description="Scale the vectors to length 1.")
+    prompt_name: Literal["context"] | None = Field(
+        default=None,
+        description="context: embed the texts as contexts, if the model makes one vector of a context. "
+        "Default: as candidates.",
+    )
+    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
+    truncate: Truncate = True
+    truncation_direction: Literal["right", "Right"] = "right"
+    encoding_format: Literal["float"] = "float"
+
+
+class EmbeddingsRequest(_ForModel):
+    """An embedding request in OpenAI's format."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    embedding_type: Literal["float"] | None = None
+    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
+
+
+class Sentences(BaseModel):
+    """A sentence, and those to compare with it."""
+
+    source_sentence: FilledText
+    sentences: _TextList
+
+
+class SimilarityRequest(BaseModel):
+    """A request of Hugging Face's `sentence_similarity`."""
+
+    inputs: Sentences
+
+
+AnyRerank = Annotated[
+    Annotated[TextsRerank, Tag("<texts>")] | Annotated[DocumentsRerank, Tag("<documents>")],
+    Discriminator(
+        lambda body: "<texts>" if isinstance(body, dict) and "texts" in body else "<documents>"
+    ),
+]
+HuggingFaceRequest = Annotated[
+    Annotated[SimilarityRequest, Tag("<similarity>")] | Annotated[EmbedRequest, Tag("<embed>")],
+    Discriminator(
+        lambda body: (
+            "<similarity>"
+            if isinstance(body, dict) and isinstance(body.get("inputs"), dict)
+            else "<embed>"
+        )
+    ),
+]
+
+
+# Answers
+
+
+class TextScore(BaseModel):
+    """A text's place in the request, and its score."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class DocumentScore(BaseModel):
+    """A document's place in the request, and its score."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Usage(BaseModel):
+    """Tokens that the model read, with special tokens. Equal texts are read once."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ApiVersion(BaseModel):
+    """The version of the format."""
+
+    version: str
+
+
+class BilledUnits(BaseModel):
+    """A field of Cohere's format. Nothing is billed here."""
+
+    search_units: int = 1
+
+
+class Meta(BaseModel):
+    """Metadata in Cohere's format."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits = BilledUnits()
+
+
+class RerankResponse(BaseModel):
+    """The results, best first. `id` is the request id, as in the logs."""
+
+    id: str
+    model: str
+    results: list[DocumentScore]
+    usage: Usage
+    meta: Meta
+
+
+class Embedding(BaseModel):
+    """A vector of length 1; in base64: little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsResponse(BaseModel):
+    """The embeddings, in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A model: `id` is its fingerprint, as in /info."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "polyrank"
+
+
+class ModelList(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
