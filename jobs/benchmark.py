@@ -122,8 +122,6 @@ _NEEDED = {
 _WITH_ONLY = ("embed", "finetune", "paper", "serve")
 _TRAINING = ("finetune", "paper", "pretrain")
 _MODULES = {
-    "cluster": "scaling",
-    "finetune": "finetune_rate",
     "paper": "paper.sweep",
     "serve": "serving.parts",
 }

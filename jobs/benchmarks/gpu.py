@@ -23,7 +23,7 @@ from torch.utils.benchmark import timer
 
 from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, source, write_rows
-from jobs.benchmarks.pretraining_peers import bare_step
+from jobs.benchmarks.pretrain import bare_step
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.flops import TrainingFlops, peak_flops

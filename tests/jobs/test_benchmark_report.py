@@ -142,13 +142,3 @@ def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
     source = measure.source("full")
     assert source["command"] == "python -m jobs.benchmark search --model poly --size full"
     assert "cores" in source["machine"]
-
-
-def test_a_report_is_read_as_it_was_written(tmp_path):
-    """The serving benchmark reads the rows of its own run with HAProxy."""
-    rows = [
-        BenchmarkRow("a", 1.5, "ms", peer=3.0, ratio=2.0, detail={"note": "x"}),
-        BenchmarkRow("b", None, "", detail={"failed": "y"}),
-    ]
-    measure.report(rows, str(tmp_path / "rows.json"), measure.source("small"))
-    assert measure.read_rows(tmp_path / "rows.json") == rows

@@ -64,32 +64,18 @@ def rows(
             result_rows.append(BenchmarkRow(row, None, "R@1", peer, detail=detail))
             continue
         hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
-        hits_of_row[task, trial_name] = hits_SN.mean(axis=0)
-        detail |= _seed_detail(hits_SN, outcomes, about)
-        metric = next(iter(outcomes[0].metrics))
-        result_rows.append(BenchmarkRow(row, float(hits_SN.mean()), metric, peer, detail=detail))
+        hits_of_row[task, trial_name] = hits_N = hits_SN.mean(axis=0)
+        low, high = significance.mean_interval(hits_N)
+        by_seed = hits_SN.mean(axis=1)
+        plus_minus = (
+            f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; " if len(by_seed) > 1 else ""
+        )
+        note = f"{plus_minus}95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}; {about}."
+        detail |= {"seeds": by_seed.tolist(), "note": note}
+        result_rows.append(
+            BenchmarkRow(row, float(hits_SN.mean()), outcomes[0].metric, peer, detail=detail)
+        )
     return [*result_rows, *_comparisons(name, table, hits_of_row)]
-
-
-def _seed_detail(hits_SN: Floats, outcomes: Sequence[Outcome], about: str) -> dict[str, object]:
-    """Means over the seeds, with the 95 % interval over questions."""
-    by_seed = hits_SN.mean(axis=1)
-    deviation = float(by_seed.std(ddof=1)) if len(outcomes) > 1 else None
-    low, high = significance.mean_interval(hits_SN.mean(axis=0))
-    plus_minus = "" if deviation is None else f"± {deviation:.3f} over {len(outcomes)} seeds; "
-    return {
-        "seeds": by_seed.tolist(),
-        "deviation": deviation,
-        "interval of R@1": (low, high),
-        "metrics": {
-            name: float(np.mean([outcome.metrics[name] for outcome in outcomes]))
-            for name in outcomes[0].metrics
-        },
-        "samples/s": float(np.mean([outcome.samples_per_s for outcome in outcomes])),
-        "minutes": float(np.mean([outcome.minutes for outcome in outcomes])),
-        "peak MiB": float(np.mean([outcome.peak_memory_mib for outcome in outcomes])),
-        "note": f"{plus_minus}95 % over {hits_SN.shape[1]:,} questions: {low:.3f} to {high:.3f}; {about}.",
-    }
 
 
 def _comparisons(
@@ -102,8 +88,7 @@ def _comparisons(
                 continue
             pair = significance.compare_means(first, second, hits, other_hits)
             low, high = pair.interval
-            detail = {"interval": pair.interval, "p": pair.p,
-                      "note": f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."}  # fmt: skip
+            detail = {"note": f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."}
             row = f"{name}.{task}.{first}_less_{second}"
             yield BenchmarkRow(row, pair.difference, "R@1", detail=detail)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,18 +63,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The contents of a trial's artifacts."""
+    """The answers of a trained model."""
 
     ranks_N: Ints
     """The right answers' ranks; every trial of a task is asked the same questions."""
-    metrics: dict[str, float]
-    """The first is the main one."""
-    samples_per_s: float
-    """Rate of training alone."""
-    minutes: float
-    """All steps at this rate."""
-    peak_memory_mib: float
-    """Peak of one worker: a GPU's tensors, or the whole process."""
+    metric: str
+    """Name of the task's R@1."""
 
 
 def task_of(corpus: Artifact) -> str:
@@ -146,16 +139,7 @@ def outcome(job: Job) -> Outcome | None:
     if not storage.exists(job.evaluation):
         return None
     evaluation = json.loads(storage.read_bytes(job.evaluation))
-    training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
-    # A training that was resumed after its last step has no rate.
-    steps_per_s = training_metrics.get("mean_steps_per_s", math.nan)
-    return Outcome(
-        np.array(evaluation["ranks"]),
-        evaluation["metrics"],
-        steps_per_s * job.train.finetune.batch_examples,
-        training_metrics["step"] / steps_per_s / 60,
-        training_metrics.get("peak_memory_mib", math.nan),
-    )
+    return Outcome(np.array(evaluation["ranks"]), next(iter(evaluation["metrics"])))
 
 
 def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:

@@ -61,9 +61,9 @@ def deployment(port: int, name: str, application: serve.Application) -> Iterator
 
 
 @contextmanager
-def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any]:
-    """The same work in a process with as many threads as the replica."""
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
+def in_process(actor: type[Any], *arguments: Any) -> Iterator[Any]:
+    """The same work in a process with one thread, as the replica has."""
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
     handle = ray.remote(actor).options(num_cpus=0, runtime_env=environment).remote(*arguments)
     try:
         yield handle
