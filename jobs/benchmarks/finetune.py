@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from jobs import evaluate
 from jobs import finetune as finetune_job
 from jobs.benchmark import Config
+from jobs.benchmarks import paper
 from jobs.benchmarks.measure import BenchmarkRow, run_job
-from jobs.benchmarks.paper import trials
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, parse, require
@@ -65,7 +65,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     rows, precisions = list[BenchmarkRow](), [name for name in get_args(Precision) if name in only]
     for precision in precisions:
         options = list(map(str, (
-            *trials.recipe(trials.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder",
+            *paper.recipe(paper.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder",
             encoder, "--output", work / precision / "ours", "--loop.validate-every-epochs", 0,
             "--loop.precision", precision, "--ranker.share-towers", "true",
             "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", _STEPS[size],
@@ -85,7 +85,7 @@ def _quality(corpus: Artifact, folder: Path, max_examples: int) -> BenchmarkRow:
 
     def result(name: str) -> ScorerResult:
         uri = str(folder / name)
-        protocol = trials.protocol(trials.task_of(corpus))
+        protocol = paper.protocol(paper.task_of(corpus))
         config = evaluate.Config(model=(uri,), corpus=corpus.uri, protocol=protocol,
                                  max_examples=max_examples, latency_queries=0)  # fmt: skip
         scorer = functools.partial(load_scorer, open_artifact(uri, "ranker"), name)

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jobs.benchmarks.serving import load, parts
+from jobs.benchmarks import serve as parts
+from jobs.benchmarks.serving import load
 from jobs.benchmarks.serving.load import LoadResult
 
 from ..serve.live import serving
