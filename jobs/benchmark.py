@@ -121,13 +121,6 @@ _NEEDED = {
 }
 _WITH_ONLY = ("embed", "finetune", "paper", "serve")
 _TRAINING = ("finetune", "paper", "pretrain")
-_MODULES = {
-    "cluster": "scaling",
-    "finetune": "finetune_rate",
-    "paper": "paper.sweep",
-    "serve": "serving.parts",
-}
-"""Modules of `jobs.benchmarks` that have another name than their part."""
 
 
 def run(config: Config) -> program.Summary:
@@ -141,7 +134,7 @@ def run(config: Config) -> program.Summary:
     if storage.is_local(config.work):
         Path(config.work).mkdir(parents=True, exist_ok=True)
     source = measure.source(config.size)
-    part = import_module(f"jobs.benchmarks.{_MODULES.get(config.part, config.part)}")
+    part = import_module(f"jobs.benchmarks.{config.part}")
     rows: list[BenchmarkRow] = part.measure(config, Path(config.work).absolute())
     measure.report(rows, config.json, source)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}

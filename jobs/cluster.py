@@ -8,8 +8,9 @@ import os
 import socket
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pipeline.config import BadInput
 from pipeline.engine import executors
@@ -81,6 +82,13 @@ def require_free(host: str, port: int) -> None:
         address = "127.0.0.1" if host == "0.0.0.0" else host
         if probe.connect_ex((address, port)) == 0:
             raise BadInput(f"--port {port}: in use; choose another")
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers 200 there."""
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+        return bool(response.status == 200)
+    return False
 
 
 def silence_ray() -> None:

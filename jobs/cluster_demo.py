@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from jobs import demo_data, program
+from jobs import cluster, demo_data, program
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, require
 
@@ -353,7 +353,7 @@ class _Machine:
         self._start("store", f"moto_server -H 127.0.0.1 -p {self._ports['S3']}")
         _await(
             "moto's server (pip install -e '.[dev]')",
-            lambda: _answers(f"{url}/moto-api/"),
+            lambda: cluster.answers(f"{url}/moto-api/"),
             _START_S,
         )
         import boto3
@@ -363,7 +363,11 @@ class _Machine:
     def _start_mlflow(self) -> None:
         words = self.page_command("CLUSTER.md", "mlflow server")
         self._start("mlflow", shlex.join(words))
-        _await("MLflow", lambda: _answers(f"{os.environ['MLFLOW_TRACKING_URI']}/health"), _START_S)
+        _await(
+            "MLflow",
+            lambda: cluster.answers(f"{os.environ['MLFLOW_TRACKING_URI']}/health"),
+            _START_S,
+        )
 
     def _start_nodes(self) -> None:
         file = self._cluster()
@@ -490,14 +494,6 @@ def _is_open(port: int) -> bool:
 
 def _has_started(log: Path) -> bool:
     return "Ray runtime started" in log.read_text()
-
-
-def _answers(url: str) -> bool:
-    from urllib.request import urlopen
-
-    with suppress(OSError):
-        return bool(urlopen(url, timeout=5).status == 200)
-    return False
 
 
 if __name__ == "__main__":

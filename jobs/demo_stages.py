@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -41,10 +42,8 @@ def log_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def logged() -> Iterator[None]:
-    if _log is None:
-        yield
-        return
-    with redirect_stdout(_log), redirect_stderr(_log):
+    log = _log
+    with redirect_stdout(log or sys.stdout), redirect_stderr(log or sys.stderr):
         yield
 
 
@@ -52,29 +51,35 @@ def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
     """Runs a job in this process, as its command would, and prints its result."""
     stage = begin_stage(title, verb, *argv)
     print(stage.name, end="", flush=True)
-    result = stage.work()
-    print(result, flush=True)
+    print(stage.work(), flush=True)
     return stage.summary
 
 
+@dataclass
 class Stage:
     """A job whose settings are read: only the rest may run in another thread, as reading a config changes
     the working directory for a moment."""
 
-    def __init__(self, title: str, job: ModuleType, config: Any, verb: str = "") -> None:
-        self._title, self._job, self._config = title, job, config
-        self.name = row(verb, title)
-        self.summary: program.Summary = {}
+    title: str
+    job: Any
+    """Its module."""
+    config: Any
+    verb: str = ""
+    summary: program.Summary = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return row(self.verb, self.title)
 
     def work(self, *watch: Callable[[int, int], None]) -> str:
         """Runs the job; returns its seconds and counts as text."""
-        with timed(self._title), logged():
-            self.summary = self._job.run(self._config, *watch)
+        with timed(self.title), logged():
+            self.summary = self.job.run(self.config, *watch)
         counts = self.summary.get("counts", {})
         parts = [f"{number:,} {name}" for name, number in counts.items() if "." not in name]
         if dropped := sum(self.summary.get("dropped", {}).values()):
             parts.append(f"{dropped:,} left out")
-        done = "already done" if self.summary.get("already_done") else seconds(self._title)
+        done = "already done" if self.summary.get("already_done") else seconds(self.title)
         return f"{done}   {', '.join(parts)}".rstrip()
 
 
@@ -82,8 +87,8 @@ def begin_stage(title: str, verb: str, *argv: str) -> Stage:
     """Logs the command and reads its settings. Raises BadInput."""
     with logged():
         print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
-    module = importlib.import_module(f"jobs.{verb}")
-    return Stage(title, module, parse(module.Config, argv, f"python -m jobs.{verb}"), verb)
+    job = importlib.import_module(f"jobs.{verb}")
+    return Stage(title, job, parse(job.Config, argv, f"python -m jobs.{verb}"), verb)
 
 
 def row(verb: str, title: str) -> str:

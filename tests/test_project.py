@@ -30,7 +30,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 import jobs
-from jobs.benchmarks.paper.trials import recipe as recipe_of
+from jobs.benchmarks.paper import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
 ROOT = Path(__file__).parents[1]

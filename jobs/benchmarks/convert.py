@@ -8,15 +8,13 @@ all-MiniLM-L6-v2 through sentence-transformers at its defaults, on the same text
 from __future__ import annotations
 
 import functools
-import itertools
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import torch
 
 from jobs.benchmark import Config
@@ -47,25 +45,21 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     model = open_artifact(config.model, "ranker") if config.model else None
     peer = minilm_folder()  # refuses before anything is learnt
     texts = known_texts(corpus, _TEXTS[size])
-    ours, megabytes = _model_of_papers_size(corpus, _LEARNT_FROM[size], work / "convert")
-    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), megabytes]
-    rows += _rates_in_8_bits(ours, work / "convert", texts, _ROUNDS[size])
+    folder = work / "convert"
+    rows = [_model_of_papers_size(corpus, _LEARNT_FROM[size], folder)]
+    ours = load_ranker(folder / "model")
+    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), *rows]
+    rows += _rates_in_8_bits(ours, folder, texts, _ROUNDS[size])
     if model is not None:
         split = "test" if corpus.rows("test/") else "valid"
         rule = PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
-        question_set = questions(corpus, split, *draw)
-        rows += [
-            _points_over_words(corpus, model, question_set),
-            _points_lost_in_8_bits(model, question_set),
-        ]
+        rows += _points(corpus, model, questions(corpus, split, *draw))
     return rows
 
 
-def _model_of_papers_size(
-    corpus: Artifact, examples: int, folder: Path
-) -> tuple[Ranker, BenchmarkRow]:
-    """A single-context model of the paper's size, loaded from its files, and the size of the files."""
+def _model_of_papers_size(corpus: Artifact, examples: int, folder: Path) -> BenchmarkRow:
+    """Saves a single-context model of the paper's size."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "vocabulary").mkdir(parents=True)
     tokenizer_config = TokenizerConfig(kind="subwords", vocabulary=_SUBWORDS, max_examples=examples)
@@ -73,14 +67,8 @@ def _model_of_papers_size(
     tokenizer.save(subwords, folder / "vocabulary")
     new_ranker(ConvertConfig(), folder / "vocabulary", seed=0).save(folder / "model")
     size = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
-    (seconds,) = in_turn({"load": lambda: load_ranker(folder / "model")}, 3).values()
-    ranker = load_ranker(folder / "model")
-    tensors = itertools.chain(ranker.network.buffers(), ranker.network.parameters())
-    parameters = sum(tensor.numel() for tensor in tensors)
     note = f"{len(subwords):,} subwords (the paper: {_SUBWORDS:,})."
-    detail = {"load, seconds": round(min(seconds), 3), "parameters": parameters,
-              "subwords": len(subwords), "note": note}  # fmt: skip
-    return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
+    return BenchmarkRow("convert.saved_megabytes", size, "MB", detail={"note": note})
 
 
 def _rates(
@@ -96,31 +84,25 @@ def _rates(
         "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
     }
     ways = {name: functools.partial(encode, texts) for name, encode in encoders.items()}
-    seconds = in_turn(ways, rounds)
+    ours, theirs = in_turn(ways, rounds).values()
     ways_alone = {
         (text, name): functools.partial(encode, [text])
         for text in texts[:alone_count]
         for name, encode in encoders.items()
     }
     seconds_alone = in_turn(ways_alone, 1)
-    ratios = [b / a for a, b in zip(seconds["ours"], seconds["minilm"], strict=True)]
-    tokens = [len(row) for row in ranker.candidate_rows(texts)]
-    detail = {
-        "texts": len(texts), "tokens in a text": round(float(np.mean(tokens)), 1),
-        "precision": ranker.precision, "threads": torch.get_num_threads(),
-        "note": f"{len(texts):,} texts of {np.mean(tokens):.0f} tokens in the mean.",
-        "seconds, by round": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
-    }  # fmt: skip
-    name = "convert.encode_vs_minilm_sentence_transformers"
-    ms = {
-        side: 1e3 * median(times[0] for (_, name), times in seconds_alone.items() if name == side)
+    ours_ms, theirs_ms = (
+        1e3 * median(times[0] for (_, name), times in seconds_alone.items() if name == side)
         for side in encoders
-    }
+    )
+    tokens = fmean(len(row) for row in ranker.candidate_rows(texts))
+    note = f"{len(texts):,} texts of {tokens:.0f} tokens in the mean."
+    name = "convert.encode_vs_minilm_sentence_transformers"
     return [
-        BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
-            peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
-        BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
-            ratio=ms["minilm"] / ms["ours"], detail={"note": f"{alone_count} texts."}),
+        BenchmarkRow.beside(name, len(texts) / min(ours), len(texts) / min(theirs), "texts/s", note,
+                            ratio=median(b / a for a, b in zip(ours, theirs, strict=True))),
+        BenchmarkRow.beside(f"{name}.alone", ours_ms, theirs_ms, "ms a text", f"{alone_count} texts.",
+                            ratio=theirs_ms / ours_ms),
     ]  # fmt: skip
 
 
@@ -128,20 +110,19 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
     ranker = load_ranker(work / "model")
     ranker.quantise()
-    encoders: dict[str, Callable[[], object]] = {"bf16": lambda: inference.candidate_vectors(ours, texts),
-            "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
+    encoders: dict[str, Callable[[], object]] = {
+        "bf16": lambda: inference.candidate_vectors(ours, texts),
+        "int8": lambda: inference.candidate_vectors(ranker, texts),
+    }
     if find_spec("onnxscript") and find_spec("onnxruntime"):
         encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
     inference.prepare(ranker, torch.device("cpu"))
-    seconds = in_turn(encoders, rounds)
-    best_rates = {name: len(texts) / min(times) for name, times in seconds.items()}
-    detail = {"note": f"{len(texts):,} texts.", "seconds, by round": {k: [round(s, 3) for s in v] for k, v
-              in seconds.items()}}  # fmt: skip
+    rates = {name: len(texts) / min(times) for name, times in in_turn(encoders, rounds).items()}
+    bf16, detail = rates.pop("bf16"), {"peer": "bf16", "note": f"{len(texts):,} texts."}
     return [
-        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best_rates["bf16"],
-            ratio=rate / best_rates["bf16"], detail=detail)
-        for name, rate in best_rates.items() if name != "bf16"
-    ]  # fmt: skip
+        BenchmarkRow.beside(f"convert.encode_{name}_vs_bf16", rate, bf16, "texts/s", detail=detail)
+        for name, rate in rates.items()
+    ]
 
 
 def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
@@ -150,7 +131,6 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
 
     from pipeline.models.exchange import to_onnx
 
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     to_onnx.export(ranker, folder)
     options = onnxruntime.SessionOptions()
@@ -168,30 +148,23 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
     return encode
 
 
-def _points_lost_in_8_bits(model: Artifact, question_set: Questions) -> BenchmarkRow:
-    """R@1 of the model in float32 less that of its blocks in 8 bits."""
-    scorer = load_scorer(model, precision="fp32")
-    points = {"float32": _points(scorer, question_set)}
-    scorer.ranker.quantise()
-    points["int8"] = _points(scorer, question_set)
-    lost = points["float32"] - points["int8"]
-    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
-    return BenchmarkRow("convert.int8.points_lost", lost, "points of R@1", detail=detail)
+def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> list[BenchmarkRow]:
+    """R@1 above the better of BM25 and TF-IDF; and R@1 in float32 less that of blocks in 8 bits."""
 
+    def percent(scorer: Scorer) -> float:
+        return 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
 
-def _points_over_words(corpus: Artifact, model: Artifact, question_set: Questions) -> BenchmarkRow:
-    """R@1 above the better of BM25 and TF-IDF."""
     texts = known_texts(corpus)
-    scorers: dict[str, Scorer] = {
-        "convert": load_scorer(model), "bm25": BM25.fit(texts), "tf-idf": TfIdf.fit(texts),
-    }  # fmt: skip
-    points = {name: _points(scorer, question_set) for name, scorer in scorers.items()}
-    over = points["convert"] - max(points["bm25"], points["tf-idf"])
-    detail = {"R@1/100": points, "note": f"{len(question_set):,} questions."}
-    row = "convert.reddit_1_of_100.points_over_bm25"
-    return BenchmarkRow(row, over, "points of R@1", detail=detail)
-
-
-def _points(scorer: Scorer, question_set: Questions) -> float:
-    """R@1 in percent."""
-    return 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    scorers: list[Scorer] = [load_scorer(model), BM25.fit(texts), TfIdf.fit(texts)]
+    ours, bm25, tf_idf = map(percent, scorers)
+    scorer = load_scorer(model, precision="fp32")
+    float32 = percent(scorer)
+    scorer.ranker.quantise()
+    int8, count = percent(scorer), f"{len(question_set):,} questions among 100"
+    note = f"ConveRT {ours:.1f}, TF-IDF {tf_idf:.1f}, BM25 {bm25:.1f}; {count}."
+    lost = f"{float32:.2f} in float32, {int8:.2f} with blocks of 8 bits, of {count}."
+    return [
+        BenchmarkRow("convert.reddit_1_of_100.points_over_bm25", ours - max(bm25, tf_idf),
+                     "points of R@1", detail={"note": note}),
+        BenchmarkRow("convert.int8.points_lost", float32 - int8, "points of R@1", detail={"note": lost}),
+    ]  # fmt: skip

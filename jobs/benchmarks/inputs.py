@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +14,9 @@ import torch
 
 from jobs.benchmarks.measure import Run, run_job
 from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import example_files
-from pipeline.models.sources import open_encoder
 
 
 def read_contexts(corpus: Artifact, count: int) -> list[list[str]]:
@@ -28,26 +26,14 @@ def read_contexts(corpus: Artifact, count: int) -> list[list[str]]:
 
 
 def read_texts(corpora: Sequence[Artifact], count: int) -> list[str]:
-    """At most `count` turns and responses, each once."""
+    """At most `count` turns and responses, each once, in their order."""
     rows = _examples(itertools.chain.from_iterable(map(_files, corpora)))
-    turns = (text for row in rows for text in (row["response"], *row["context"]) if text.strip())
-    distinct_texts: dict[str, None] = {}
-    for text in turns:
-        if len(distinct_texts) >= count:
+    texts: dict[str, None] = {}
+    for row in rows:
+        texts |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
+        if len(texts) >= count:
             break
-        distinct_texts[text] = None
-    return list(distinct_texts)
-
-
-def read_questions_and_candidates(
-    corpora: Sequence[Artifact], contexts: int, texts: int
-) -> tuple[list[list[str]], list[str]]:
-    """(at most so many contexts of the first corpus, so many different texts)"""
-    turns, rng = read_texts(corpora, texts), random.Random(0)
-    candidates = dict.fromkeys(turns)
-    while len(candidates) < texts:  # two turns make one more
-        candidates[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
-    return read_contexts(corpora[0], contexts), list(candidates)
+    return list(texts)[:count]
 
 
 def embed(model: str, texts: Mapping[str, str], pools: Path, name: str) -> Run:
@@ -62,20 +48,15 @@ def embed(model: str, texts: Mapping[str, str], pools: Path, name: str) -> Run:
     )
 
 
-def peer_models(task: str, encoder: str, work: Path) -> tuple[str, str]:
-    """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores"""
-    source, _ = open_encoder(encoder)
-    peer_model = source.local()
-    if task == "rerank":
-        from sentence_transformers import CrossEncoder
+def cross_encoder(encoder: Path, folder: Path) -> Path:
+    """A CrossEncoder of the encoder with a random head, in `folder`: its time is that of a trained one."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        torch.manual_seed(0)  # the scores of a head that has learnt nothing take as long
-        peer_model = work / "cross-encoder"
-        if not peer_model.exists():
-            CrossEncoder(str(source.local()), num_labels=1).save(str(peer_model))
-    ranker = work / f"ranker-{task}"
-    run_job("convert_model", "--model", peer_model, "--output", ranker)
-    return str(peer_model), open_artifact(str(ranker), "ranker").uri
+    kind: Any = AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    kind.from_pretrained(encoder, num_labels=1, trust_remote_code=False).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(encoder, trust_remote_code=False).save_pretrained(folder)
+    return folder
 
 
 def minilm_folder() -> Path:

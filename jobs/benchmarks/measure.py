@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from pipeline.provenance import git_revision
 
 Key = TypeVar("Key")
 """Of a way to do the same."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class BenchmarkRow:
     """The machine's limit."""
     share_of_floor: float | None = None
     detail: dict[str, Any] = field(default_factory=dict)
+    """`note` stands on the page, and `peer` says who the peer is; the rest is for this run's reader."""
+
+    @classmethod
+    def beside(
+        cls, row: str, ours: float, peer: float, unit: str, note: str = "", **fields: Any
+    ) -> BenchmarkRow:
+        """Ours and the peer's; more is better. `fields`: further ones of the row."""
+        values = {"ratio": ours / peer, "detail": {"note": note} if note else {}, **fields}
+        return cls(row, ours, unit, peer, **values)
 
 
 def source(size: str) -> dict[str, str]:
@@ -58,8 +69,8 @@ def source(size: str) -> dict[str, str]:
     }
 
 
-def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None = None) -> None:
-    """Prints the rows as a table. Writes them to a JSON file if one is named, each with its source."""
+def report(rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str]) -> None:
+    """Prints the rows as a table, and writes them with `write_rows`."""
     print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
     for row in rows:
         numbers = map(number, (row.ours, row.peer, row.ratio, row.floor))
@@ -69,23 +80,12 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
     write_rows(rows, file, source)
 
 
-def write_rows(
-    rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str] | None = None
-) -> None:
+def write_rows(rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str]) -> None:
     """Writes rows to a JSON file, each with its source; "": to none."""
     if file:
-        entries = [{**asdict(row), "source": dict(source or {})} for row in rows]
+        entries = [{**asdict(row), "source": dict(source)} for row in rows]
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(entries, indent=1) + "\n")
-
-
-def read_rows(file: Path) -> list[BenchmarkRow]:
-    """The rows of a file of `report`, without their sources."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text())
-    return [
-        BenchmarkRow(**{name: value for name, value in row.items() if name != "source"})
-        for row in rows
-    ]
 
 
 def number(value: float | None) -> str:
@@ -99,22 +99,29 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def in_turn(ways: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
-    """Seconds of each way, round by round. The ways take turns, so that all have the same machine.
+def take_turns(ways: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
+    """What each way returns, round by round. The ways take turns, so that all have the same machine."""
+    results: dict[Key, list[Result]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            results[way].append(run())
+    return results
 
-    A round before the first one, which compiles, allocates and maps pages, does not count. The clock waits
-    for a GPU.
+
+def in_turn(ways: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each way, round by round; the clock waits for a GPU.
+
+    A round before the first one, which compiles, allocates and maps pages, does not count.
     """
     from torch.utils.benchmark import timer
 
-    seconds: dict[Key, list[float]] = {way: [] for way in ways}
-    for round_number in range(rounds + 1):
-        for way, run in ways.items():
-            began = timer()
-            run()
-            if round_number:
-                seconds[way].append(timer() - began)
-    return seconds
+    def seconds(run: Callable[[], object]) -> float:
+        began = timer()
+        run()
+        return timer() - began
+
+    timed = {way: functools.partial(seconds, run) for way, run in ways.items()}
+    return {way: times[1:] for way, times in take_turns(timed, rounds + 1).items()}
 
 
 @dataclass(frozen=True)
@@ -127,11 +134,16 @@ class Run:
     """Peak memory of all its processes together; shared pages are counted once (PSS)."""
 
 
-def run_job(verb: str, *arguments: object) -> Run:
-    """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails."""
+def run_job(verb: str, *arguments: object, **variables: str) -> Run:
+    """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails.
+
+    `variables`: of its environment.
+    """
     command = [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, **variables}
+    )
     peak, out = 0, None
     try:
         while out is None:
@@ -140,17 +152,14 @@ def run_job(verb: str, *arguments: object) -> Run:
             except subprocess.TimeoutExpired:
                 peak = max(peak, _memory(process.pid))
     finally:
-        kill_group(process)
+        with suppress(ProcessLookupError):
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # with its whole Ray, as the loss of a node would
+        process.wait()
     if process.returncode:
         raise BadInput(f"{' '.join(command[1:])}: it failed")
     return Run(json.loads(out.splitlines()[-1]), time.perf_counter() - began, peak / 2**20)
-
-
-def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a job with its whole local Ray, as the loss of a node would."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def environment() -> Mapping[str, Any]:

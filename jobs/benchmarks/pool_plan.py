@@ -43,8 +43,7 @@ def measure(size: str, work: Path) -> BenchmarkRow:
     shutil.rmtree(folder)
     return BenchmarkRow(
         f"pool.plan_{_NAMES[size]}_seconds", seconds, "s",
-        detail={"rows": rows, "seconds": round(seconds, 1), "peak, MB": round(peak_mb),
-                "note": f"{rows:,} candidates beside as many rows before, {peak_mb:,.0f} MB of memory."},
+        detail={"note": f"{rows:,} candidates beside as many rows before, {peak_mb:,.0f} MB of memory."},
     )  # fmt: skip
 
 

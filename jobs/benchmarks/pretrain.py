@@ -2,37 +2,50 @@
 
 All sides train the same shape on the same tokens in the same precision, one thread a process. They run in
 turn, some rounds; a rate is the median over the intervals of all rounds, the first half of each run left out.
-The bare loop gets the very micro-batches of the job, from memory.
+The bare loop gets the very micro-batches of the job, from memory. The peers run in processes of their own,
+and return tokens a second, padding not counted, of each interval of some steps.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
+import pyarrow.parquet as pq
 import torch
 
-from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
+from jobs import cluster
 from jobs import pretrain as pretrain_job
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, run_job
-from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
+from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
+from jobs.demo_stages import run_stage
 from jobs.sample_data import sample
-from pipeline import tracking
+from pipeline import storage, tracking
 from pipeline.artifact import open_artifact
 from pipeline.config import digest, parse
+from pipeline.models import cpu
+from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import resolve_precision
+from pipeline.models.tokens import Tokenizer
+from pipeline.training.loop import Optimization, optimization
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.settings import TOKENS, TokenizerConfig
+from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches
+from pipeline.training.settings import TOKENS
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]
-
+Rates = list[float]
 _SAMPLE = {"small": sample.Size(), "full": sample.Size(reddit_threads=40_000)}
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
@@ -47,112 +60,84 @@ _STEP_TOKENS = 8_192
 _MICRO_BATCHES = 4  # of a step: two workers have two each, and four one
 
 
+@dataclass(frozen=True)
+class Arm:
+    """The training that both sides do."""
+
+    options: list[str]
+    """Of jobs.pretrain."""
+    recipe: Pretraining
+    precision: str
+    """bf16 or fp32."""
+    interval: int
+    """Steps of an interval; the recipe's steps are a multiple."""
+
+
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     size, work = config.size, work / "pretrain"
     uri = tokens(size, config.corpus[0] if config.corpus else "", work)
     layers, width, heads = _SHAPE[size]
     options = list(map(str, (
-        "--corpus", uri, "--shape.layers", layers, "--shape.width", width,
-        "--shape.heads", heads,
-        "--pretrain.batch-tokens", _STEP_TOKENS,
+        "--corpus", uri, "--output", work / "encoder", "--shape.layers", layers, "--shape.width", width,
+        "--shape.heads", heads, "--pretrain.batch-tokens", _STEP_TOKENS,
         "--pretrain.micro-batch-tokens", _STEP_TOKENS // _MICRO_BATCHES,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
-        "--resources.cpus-per-worker", 1, *config.overrides,
+        "--resources.cpus-per-worker", 1, *config.overrides, "--pretrain.steps",
     )))  # fmt: skip
-    joint, two_workers = (
-        _Side([*options, "--resources.workers", str(workers)], _STEPS, work) for workers in (1, 2)
-    )
-    mlm = _Side([*options, "--pretrain.objective", "mlm"], _STEPS_BESIDE_TRAINER, work)
-    bare, theirs, bare_pair = Rates(), Rates(), Rates()
-    has_trainer = find_spec("accelerate") is not None
-    for _ in range(_ROUNDS[size]):
-        joint.run()
-        bare += steady_rates(bare_loops(joint.arm, 1))
-        if has_trainer:
-            mlm.run()
-            theirs += steady_rates(hf_trainer(mlm.arm, mlm.tokens_per_step()))
-        two_workers.run()
-        bare_pair += steady_rates(bare_loops(two_workers.arm, 2))
-
-    def about(steps: int) -> dict[str, object]:
-        shape = f"{layers} layers of {width}, {joint.arm.precision}"
-        rounds = f"{_ROUNDS[size]} rounds of {steps} steps, the second half of each"
-        return {"note": f"{shape}; {rounds}."}
-
-    detail = about(joint.config.pretrain.steps)
-    rows = [
-        _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
-        _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair, detail),
-        BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
-            detail={**detail, "largest of an interval": round(max(joint.waits), 4)}),
-    ]  # fmt: skip
-    if has_trainer:
-        rows.append(
-            _row("pretrain.vs_hf_trainer", mlm.rates, theirs, about(mlm.config.pretrain.steps))
-        )
-    else:
+    joint, pair = (_arm([*options, str(_STEPS), "--resources.workers", n]) for n in ("1", "2"))
+    mlm = _arm([*options, str(_STEPS_BESIDE_TRAINER), "--pretrain.objective", "mlm"])
+    arms = {
+        "pretrain.vs_bare_loop": (joint, lambda _: bare_loops(joint, 1)),
+        "pretrain.vs_hf_trainer": (mlm, lambda step_tokens: hf_trainer(mlm, step_tokens)),
+        "pretrain.scaling_two_workers": (pair, lambda _: bare_loops(pair, 2)),
+    }
+    if find_spec("accelerate") is None:
+        del arms["pretrain.vs_hf_trainer"]
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
               "accelerate; pip install -e '.[bench]'", flush=True)  # fmt: skip
-    return rows
+    ways = {name: functools.partial(_run_both, *both) for name, both in arms.items()}
+    rows, waits = list[BenchmarkRow](), Rates()
+    for name, rounds in take_turns(ways, _ROUNDS[size]).items():
+        ours, peer, data_waits = (list(chain(*rates)) for rates in zip(*rounds, strict=True))
+        waits = waits or data_waits
+        arm = arms[name][0]
+        note = (
+            f"{layers} layers of {width}, {arm.precision}; {len(rounds)} rounds of "
+            f"{arm.recipe.pretrain.steps} steps, the second half of each."
+        )
+        rows.append(BenchmarkRow.beside(name, median(ours), median(peer), "tokens/s", note))
+    name, unit = "pretrain.data_wait_share", "share of the time"
+    return [*rows, BenchmarkRow(name, fmean(waits), unit, detail=rows[0].detail)]
+
+
+def _arm(options: list[str]) -> Arm:
+    config = parse(pretrain_job.Config, options, "jobs.pretrain")
+    corpora = tuple(map(TokenizedCorpus.open, config.corpus))
+    weights = tuple(float(corpus.train_tokens) for corpus in corpora)
+    recipe = Pretraining(corpora, weights, config.shape, config.pretrain, config.loop)
+    precision = resolve_precision(config.loop.precision, torch.device("cpu"))
+    return Arm(options, recipe, precision, config.loop.log_every_steps)
+
+
+def _run_both(arm: Arm, peer: Callable[[float], Rates]) -> tuple[Rates, Rates, Rates]:
+    """(tokens a second of the job, of the peer, the job's shares of waiting for data); the peer is given the
+    tokens of a step, padding not counted."""
+    output = arm.options[arm.options.index("--output") + 1]
+    shutil.rmtree(output, ignore_errors=True)
+    run_job("pretrain", *arm.options)
+    run = tracking.Run(open_artifact(output, "encoder").manifest["run_id"], tracking.server())
+    histories = run.histories(("tokens_per_s", "data_wait_share", "steps_per_s"))
+    rates, waits, steps_per_s = (
+        steady_rates([value for _, value in points]) for points in histories.values()
+    )
+    step_tokens = fmean(a / b for a, b in zip(rates, steps_per_s, strict=True))
+    return rates, steady_rates(peer(step_tokens)), waits
 
 
 def steady_rates(rates: Rates) -> Rates:
     """The rates of the end of a run."""
     return rates[int(len(rates) * _LEFT_OUT) :]
-
-
-def _row(name: str, ours: Rates, peer: Rates, detail: Mapping[str, object]) -> BenchmarkRow:
-    our_rate, peer_rate = median(ours), median(peer)
-    spread = {"spread of ours": _spread(ours), "spread of the peer": _spread(peer)}
-    return BenchmarkRow(name, our_rate, "tokens/s", peer=peer_rate, ratio=our_rate / peer_rate,
-               detail={**detail, **spread})  # fmt: skip
-
-
-def _spread(rates: Rates) -> str:
-    """On a shared machine intervals differ by what others do."""
-    return f"{min(rates):,.0f} to {max(rates):,.0f}"
-
-
-@dataclass
-class _Side:
-    """jobs.pretrain with some options, and its measured rates."""
-
-    options: list[str]
-    steps: int
-    work: Path
-    rates: Rates = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.output = str(self.work / "encoder")
-        self.options = [*self.options, "--output", self.output, "--pretrain.steps", str(self.steps)]
-        self.config = parse(pretrain_job.Config, self.options, "jobs.pretrain")
-        corpora = tuple(map(TokenizedCorpus.open, self.config.corpus))
-        weights = tuple(float(corpus.train_tokens) for corpus in corpora)
-        config = self.config
-        recipe = Pretraining(corpora, weights, config.shape, config.pretrain, config.loop)
-        precision = resolve_precision(config.loop.precision, torch.device("cpu"))
-        self.arm = Arm(recipe, precision, config.loop.log_every_steps)
-
-    def run(self) -> None:
-        """Runs the job once, and adds its rates."""
-        shutil.rmtree(self.output, ignore_errors=True)
-        run_job("pretrain", *self.options)
-        manifest = open_artifact(self.output, "encoder").manifest
-        tracked = tracking.Run(manifest["run_id"], tracking.server())
-        histories = tracked.histories(("tokens_per_s", "data_wait_share", "steps_per_s"))
-        rates, waits, steps_per_s = (
-            steady_rates([value for _, value in points]) for points in histories.values()
-        )
-        self.rates += rates
-        self.waits += waits
-        self._steps_per_s = steps_per_s
-
-    def tokens_per_step(self) -> float:
-        """Tokens per step without padding, in the last run."""
-        rates = self.rates[-len(self._steps_per_s) :]
-        return fmean(a / b for a, b in zip(rates, self._steps_per_s, strict=True))
 
 
 def tokens(size: Size, corpus: str, work: Path) -> str:
@@ -161,28 +146,180 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
     with cluster.session(for_tasks=True):
-        source = corpus or _sample_corpus(size, work)
-        folder = work / f"tokens-{digest([source, size])}"
-        tokenizer_config = TokenizerConfig(vocabulary=_VOCABULARY[size])
-        tokenizer = str(folder / "tokenizer")
-        train_tokenizer.run(
-            train_tokenizer.Config(corpus=(source,), output=tokenizer, tokenizer=tokenizer_config)
-        )
-        output = str(folder / "tokens")
-        tokenize_corpus.run(
-            tokenize_corpus.Config(corpus=source, tokenizer=tokenizer, output=output)
-        )
-    return output
+        if not corpus:
+            raw, corpus = work / f"sample-{size}", f"{work}/corpora-{size}/reddit"
+            if not (raw / "DONE").exists():
+                sample.generate(raw, size=_SAMPLE[size])
+                (raw / "DONE").touch()
+            run_stage("Sample dumps to examples", "prepare_corpus", "--format", "reddit",
+                      "--input", f"{raw}/reddit_dump", "--output", corpus)  # fmt: skip
+        folder = work / f"tokens-{digest([corpus, size])}"
+        run_stage("A tokenizer", "train_tokenizer", "--corpus", corpus, "--output", f"{folder}/tokenizer",
+                  "--tokenizer.vocabulary", str(_VOCABULARY[size]))  # fmt: skip
+        run_stage("Examples to tokens", "tokenize_corpus", "--corpus", corpus,
+                  "--tokenizer", f"{folder}/tokenizer", "--output", f"{folder}/tokens")  # fmt: skip
+    return f"{folder}/tokens"
 
 
-def _sample_corpus(size: Size, work: Path) -> str:
-    """The URI of the Reddit corpus of the sample data."""
-    raw, output = work / f"sample-{size}", str(work / f"corpora-{size}" / "reddit")
-    if not raw.is_dir():
-        partial = work / f"sample-{size}.part"  # a run that was killed leaves no half of the files
-        shutil.rmtree(partial, ignore_errors=True)
-        sample.generate(partial, size=_SAMPLE[size])
-        partial.rename(raw)
-    dump = (str(raw / "reddit_dump"),)
-    prepare_corpus.run(prepare_corpus.Config(format="reddit", input=dump, output=output))
-    return output
+# -------------------------------------------------------------------------------------------------
+# Peers
+
+
+def bare_loops(arm: Arm, processes: int) -> Rates:
+    """`processes` bare loops at the same time, each over its own micro-batches; their sum."""
+    rates = _in_processes(_bare_loop, arm, processes)
+    return [sum(interval_rates) for interval_rates in zip(*rates, strict=True)]
+
+
+def hf_trainer(arm: Arm, tokens_per_step: float) -> Rates:
+    """The Trainer, with as many tokens in a step on average."""
+    return _in_processes(_hf_trainer, arm, 1, tokens_per_step)[0]
+
+
+def _in_processes(
+    function: Callable[..., Rates], arm: Arm, processes: int, *arguments: object
+) -> list[Rates]:
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:
+        barrier = manager.Barrier(processes)
+        futures = [
+            pool.submit(function, arm, rank, processes, barrier.wait, *arguments)
+            for rank in range(processes)
+        ]
+        return [future.result() for future in futures]
+
+
+def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> Rates:
+    """A plain loop over batches in memory: no Ray, no reports, no checks."""
+    _use_one_thread()
+    recipe, steps = arm.recipe, arm.recipe.pretrain.steps
+    walk = PretrainingBatches(
+        recipe.corpora, recipe.weights, recipe.pretrain, rank, world, recipe.loop.seed
+    ).start()
+    batches = [next(walk)[0].parts for _ in range(steps)]
+    walk.close()
+    device = torch.device("cpu")
+    model, _ = recipe.model()
+    prepare_for_training(model, device, recipe.loop.precision)
+    model.train()
+    optimizer = optimization(recipe.loop, model, steps)
+    wait()
+    rates, began = Rates(), time.perf_counter()
+    for number, parts in enumerate(batches, start=1):
+        bare_step(model, parts, optimizer, device, arm.precision == "bf16")
+        if number % arm.interval == 0:
+            interval_batches = batches[number - arm.interval : number]
+            tokens = sum(part.token_count for parts in interval_batches for part in parts)
+            now = time.perf_counter()
+            rates.append(tokens / (now - began))
+            began = now
+    return rates
+
+
+def bare_step(
+    model: Callable[..., Any],
+    parts: Sequence[MicroBatch],
+    optimizer: Optimization,
+    device: torch.device,
+    bf16: bool,
+) -> None:
+    """One update of the weights."""
+    predicted = max(1, sum(part.predicted_count for part in parts))
+    pairs = max(1, sum(part.pair_count for part in parts))
+    for part in parts:
+        batch = part.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            sums = model(*batch.model_inputs)
+        (sums.mlm_sum / predicted + sums.next_sum / pairs).backward()
+    optimizer.clip()
+    optimizer.optimizer.step()
+    optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def _hf_trainer(
+    arm: Arm, rank: int, world: int, wait: Callable[[], object], tokens_per_step: float
+) -> Rates:
+    """The Trainer with its defaults, but the same precision, seed, learning rate and number of micro-batches
+    in a step. `remove_unused_columns` would take away the mask of special tokens, and
+    the collator would make it anew in Python."""
+    from transformers import (
+        AutoModelForMaskedLM,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    _use_one_thread()
+    recipe, config = arm.recipe, arm.recipe.pretrain
+    corpus = recipe.corpora[0]
+    tokenizer = Tokenizer.load(corpus.tokenizer().local())
+    model, _ = recipe.model()
+    rows = list(_rows(corpus, recipe, int(config.steps * tokens_per_step)))
+    length = sum(len(row["input_ids"]) for row in rows) / len(rows)
+    collate = DataCollatorForLanguageModeling(tokenizer.hf, mlm_probability=config.masked_share)
+    tokens, ends = list[int](), list[float]()
+
+    def collate_and_count(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
+        batch: dict[str, Any] = collate(examples)
+        tokens.append(int(batch["attention_mask"].sum()))
+        return batch
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            ends.append(time.perf_counter())
+
+        on_step_end = on_train_begin
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(Path(folder))
+        trainer = Trainer(
+            model=AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False),
+            args=TrainingArguments(
+                output_dir=folder, max_steps=config.steps, use_cpu=True,
+                bf16=arm.precision == "bf16", seed=recipe.loop.seed,
+                per_device_train_batch_size=max(1, round(tokens_per_step / length / config.lanes)),
+                gradient_accumulation_steps=config.lanes, learning_rate=recipe.loop.learning_rate,
+                remove_unused_columns=False, save_strategy="no", disable_tqdm=True,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=rows,
+            data_collator=collate_and_count,
+            callbacks=[Clock()],
+        )  # fmt: skip
+        trainer.train()
+    size = arm.interval
+    return [
+        sum(tokens[first_step * config.lanes : (first_step + size) * config.lanes])
+        / (ends[first_step + size] - ends[first_step])
+        for first_step in range(0, config.steps, size)
+    ]
+
+
+def _rows(
+    corpus: TokenizedCorpus, recipe: Pretraining, tokens: int
+) -> Iterator[dict[str, list[int]]]:
+    """Pairs of the corpus as `transformers` takes them, of so many tokens at least if there are."""
+    keep_context, keep_response = recipe.pretrain.kept_tokens
+    cls, sep = corpus.vocabulary.cls, corpus.vocabulary.sep
+    for uri in corpus.artifact.files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(columns=["context", "response"]):
+                for row in batch.to_pylist():
+                    first, second = row["context"][-keep_context:], row["response"][:keep_response]
+                    ids = [cls, *first, sep, *second, sep]
+                    special = [1, *[0] * len(first), 1, *[0] * len(second), 1]
+                    segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+                    yield {
+                        "input_ids": ids,
+                        "token_type_ids": segments,
+                        "special_tokens_mask": special,
+                    }
+                    tokens -= len(ids)
+                    if tokens <= 0:
+                        return
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    cpu.keep_memory()  # as every worker of ours does, or big tensors would be mapped anew each step

@@ -8,18 +8,19 @@ copied from pages and notes are kept the same way; their source's kind is "one r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jobs.benchmarks import pictures
 from jobs.benchmarks.measure import number
-from jobs.benchmarks.targets import BY_ROW, TARGETS, Target
 from pipeline.config import BadInput, require
 
 RESULTS = Path(__file__).with_name("results")
@@ -39,10 +40,27 @@ SECTIONS = {
     "cluster": "Clusters",
     "gpu": "GPUs",
 }
-SERVE_PICTURES = {"serve/measured/load.png": "p50 and p99 by requests a second"}
-"""Pictures of the committed page, by their path from the root."""
+SERVE_PICTURE = "![p50 and p99 by requests a second](serve/measured/load.png)"
+"""Of the committed page."""
+FIRST_ROWS = {
+    "corpora.reddit.comments_per_s": ("Reddit dumps to examples", "PolyAI's job, one worker"),
+    "finetune.vs_sentence_transformers": ("Fine-tuning a bi-encoder", "sentence-transformers"),
+    "finetune.quality_vs_sentence_transformers": (
+        "R@1 of the fine-tuned bi-encoder",
+        "sentence-transformers",
+    ),
+    "embed.vs_openvino_short": ("Embedding replies", "sentence-transformers on OpenVINO"),
+    "embed.vs_onnx_int8_short": ("Embedding replies", "sentence-transformers on ONNX, int8"),
+    "search.exact_1m_m64.vs_plain_torch": ("Exact search of a million", "plain PyTorch"),
+    "serve.saturation_vs_in_process": ("`/rank`, 32 clients", "the same work without HTTP"),
+    "serve.rerank.vs_infinity": ("`/rerank`, 32 clients", "infinity"),
+    "serve.embed.vs_infinity": ("`/embed`, 32 clients", "infinity"),
+    "convert.encode_vs_minilm_sentence_transformers": ("ConveRT encodes", "all-MiniLM-L6-v2"),
+    "convert.amazonqa_1_of_100": ("R@1 of ConveRT on AmazonQA", "BM25"),
+}
+"""The page's first table: (what is measured, beside whom)."""
 MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
-_TEXTS = {"row", "target", "note", "run"}
+_TEXTS = {"row", "target", "note", "run", "what"}
 _FIELDS = {"row", "ours", "unit"}
 _SOURCE = {"kind", "command", "date", "commit", "machine"}
 
@@ -51,31 +69,41 @@ ResultRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class TargetResult:
-    """A target and the row that is compared with it."""
+class Target:
+    """An entry of targets.yaml."""
 
-    target: Target
-    row: ResultRow | None
-    """None: not measured."""
-
-    @property
-    def value(self) -> float | None:
-        value: float | None = self.row[self.target.field] if self.row else None
-        return value
+    row: str
+    bound: str
+    """The number of the row that it is for (`ours` or `ratio`), ≥ or ≤, and the bound."""
+    what: str
+    limit: str = "the limit was not looked for."
+    """The reason why the bound is missed, as far as known."""
 
     @property
-    def status(self) -> str:
-        if self.value is None:
-            return NOT_MEASURED
-        return MET if self.target.is_met(self.value) else MISSED
+    def field(self) -> str:
+        return self.bound.split()[0]
 
-    @property
-    def share(self) -> float | None:
-        """The reached share of the bound; 1 and above: met."""
-        if not self.value:
-            return None if self.value is None else math.inf
-        bound = self.target.minimum
-        return self.value / bound if bound is not None else (self.target.maximum or 0) / self.value
+    def __str__(self) -> str:
+        _, sign, value = self.bound.split()
+        return f"{sign} {float(value):,.6g}"
+
+    def share(self, row: ResultRow | None) -> float | None:
+        """The reached share of the bound; 1 and above: met. None: not measured."""
+        _, sign, bound = self.bound.split()
+        value: float | None = row[self.field] if row else None
+        if value is None:
+            return None
+        return value / float(bound) if sign == "≥" else float(bound) / value if value else math.inf
+
+    def status(self, row: ResultRow | None) -> str:
+        share = self.share(row)
+        return NOT_MEASURED if share is None else MET if share >= 1 else MISSED
+
+
+TARGETS = {
+    row: Target(row, **entry)
+    for row, entry in yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text()).items()
+}
 
 
 def read(folder: Path) -> dict[str, list[ResultRow]]:
@@ -92,60 +120,65 @@ def read(folder: Path) -> dict[str, list[ResultRow]]:
     return rows_of_section
 
 
-def compare(rows: Iterable[ResultRow]) -> list[TargetResult]:
-    """Every target with the row that counts: of a full run if there is one, and the newest."""
-    row_of_target: dict[str, ResultRow] = {}
+def newest(rows: Iterable[ResultRow]) -> dict[str, ResultRow]:
+    """The row that counts of each name: one with a number, of a full run if there is one, and the newest."""
+
+    def rank(row: ResultRow) -> tuple[bool, bool, str]:
+        source = row["source"]
+        return row["ours"] is not None, source.get("size") != "small", source["date"]
+
+    row_of_name: dict[str, ResultRow] = {}
     for row in rows:
-        if row["row"] in BY_ROW and row["ours"] is not None:
-            previous = row_of_target.get(row["row"])
-            if previous is None or _rank(row) >= _rank(previous):
-                row_of_target[row["row"]] = row
-    return [TargetResult(target, row_of_target.get(target.row)) for target in TARGETS]
-
-
-def _rank(row: ResultRow) -> tuple[bool, str]:
-    return row["source"].get("size") != "small", row["source"]["date"]
-
-
-# -------------------------------------------------------------------------------------------------
-# Markdown
+        previous = row_of_name.get(row["row"])
+        if previous is None or rank(row) >= rank(previous):
+            row_of_name[row["row"]] = row
+    return row_of_name
 
 
 def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Path = RESULTS) -> str:
     """BENCHMARKS.md, for the root if the results are the committed ones, else for their own folder."""
     committed = results_folder == RESULTS
     folder = f"{RESULTS.relative_to(ROOT).as_posix()}/" if committed else ""
-    section_pictures = {"serve": SERVE_PICTURES if committed else {}}
-    results = compare(row for rows in rows_of_section.values() for row in rows)
-    counts = Counter(result.status for result in results)
-    open_targets = [
-        f"`{result.target.row}` ({result.target.description}; {result.target.bound})"
-        for result in results
-        if result.status == NOT_MEASURED
+    rows = newest(row for rows in rows_of_section.values() for row in rows)
+    targets = {status: list[Target]() for status in (MET, MISSED, NOT_MEASURED)}
+    for target in TARGETS.values():
+        targets[target.status(rows.get(target.row))].append(target)
+    missed = [
+        f"`{target.row}` {number(rows[target.row][target.field])} ({target})"
+        for target in targets[MISSED]
     ]
+    open_targets = [f"`{target.row}` ({target.what}; {target})" for target in targets[NOT_MEASURED]]
+    first_rows = [(*texts, rows[name]) for name, texts in FIRST_ROWS.items() if name in rows]
+    first_table = _table({
+        "what": [what for what, _, _ in first_rows],
+        "polyrank": [_ours(row) for *_, row in first_rows],
+        "beside it": [f"{number(row['peer'])} ({whom})" for _, whom, row in first_rows],
+        "ratio": [number(row["ratio"]) for *_, row in first_rows],
+    })  # fmt: skip
+    sections = [
+        _section(title, rows_of_section[name], SERVE_PICTURE if (name, committed) == ("serve", True) else "")
+        for name, title in SECTIONS.items()
+    ]  # fmt: skip
     parts = [
-        _INTRODUCTION.format(
-            all=len(results),
-            met=counts[MET],
-            missed=counts[MISSED],
-            picture=folder + pictures.TARGETS,
-        ),
+        "# Benchmarks",
+        f"Of {len(TARGETS)} targets **{len(targets[MET])} are met**; {len(missed)} are missed and "
+        f"{len(open_targets)} not measured: [their list](#missed-targets) ends this page.",
+        first_table if first_rows else "",
+        f"![Share of each target that is reached]({folder}{pictures.TARGETS})",
+        _INTRODUCTION,
+        *sections,
+        "## Missed targets",
+        "\n".join(f"- {', '.join(some)}" for _, some in itertools.groupby(missed, _part_of)),
         f"Not measured: {'; '.join(open_targets)}." if open_targets else "",
-    ]
-    result_of_row = {id(result.row): result for result in results if result.row}
-    parts += [
-        _section(name, rows_of_section[name], result_of_row, section_pictures.get(name, {}))
-        for name in SECTIONS
-    ]
+    ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-_INTRODUCTION = """# Benchmarks
+def _part_of(name: str) -> str:
+    return name.partition(".")[0]
 
-Of {all} targets **{met} are met** and {missed} are missed.
 
-![Share of each target that is reached]({picture})
-
+_INTRODUCTION = """\
 `make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
 writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
 from the files of `jobs/benchmarks/results`. The two sides of a row ran in turn in one run, because only such
@@ -155,63 +188,54 @@ with ± is a mean over seeds. Each row shows its newest run, a full one where th
 of the command below the table."""
 
 
-def _section(
-    name: str,
-    rows: Sequence[ResultRow],
-    result_of_row: Mapping[int, TargetResult],
-    section_pictures: Mapping[str, str],
-) -> str:
+def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:
     """One table of the newest row of each name, and the commands of its runs."""
     if not rows:
-        return f"## {SECTIONS[name]}\n\nNot measured yet."
-    newest: dict[str, ResultRow] = {}
-    for row in rows:
-        previous = newest.get(row["row"])
-        if previous is None or _rank(row) >= _rank(previous):
-            newest[row["row"]] = row
-    shown = list(newest.values())
-    runs = list(dict.fromkeys(json.dumps(row["source"], sort_keys=True) for row in shown))
-    number_of_run = {run: str(place) for place, run in enumerate(runs, 1)}
-    columns: dict[str, list[str]] = {
-        "row": [_name(row, result_of_row.get(id(row))) for row in shown],
-        "polyrank": [
-            f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
-            for row in shown
-        ],
-        "beside it": [_peer(row) for row in shown],
+        return f"## {title}\n\nNot measured yet."
+    shown = list(newest(rows).values())
+    sources = [json.dumps(row["source"], sort_keys=True) for row in shown]
+    number_of_run = {run: str(place) for place, run in enumerate(dict.fromkeys(sources), 1)}
+    targets = [TARGETS.get(row["row"]) for row in shown]
+    table = _table({
+        "row": [f"`{row['row']}`" + (f": {target.what}" if target else "")
+                for row, target in zip(shown, targets, strict=True)],
+        "polyrank": list(map(_ours, shown)),
+        "beside it": list(map(_peer, shown)),
         "ratio": [number(row["ratio"]) for row in shown],
         "share of the floor": [number(row["share_of_floor"]) for row in shown],
-        "target": [_status(result_of_row.get(id(row))) for row in shown],
-        "note": [_note(row, result_of_row.get(id(row))) for row in shown],
-        "run": [number_of_run[json.dumps(row["source"], sort_keys=True)] for row in shown],
-    }
-    # Columns in which no row has a value are left out.
-    filled_columns = {title: cells for title, cells in columns.items() if any(cells)}
-    table = [
-        f"| {' | '.join(filled_columns)} |",
-        f"| {' | '.join('---' if title in _TEXTS else '---:' for title in filled_columns)} |",
-        *(f"| {' | '.join(cells)} |" for cells in zip(*filled_columns.values(), strict=True)),
-    ]
-    commands = [_run_line(json.loads(run), number_of_run[run]) for run in runs]
-    parts = [f"## {SECTIONS[name]}", "\n".join(table), "\n".join(commands)]
-    parts.append(" ".join(f"![{text}]({file})" for file, text in section_pictures.items()))
-    return "\n\n".join(part for part in parts if part)
+        "target": [f"{target} {target.status(row)}" if target else ""
+                   for row, target in zip(shown, targets, strict=True)],
+        "note": list(map(_note, shown, targets)),
+        "run": [number_of_run[source] for source in sources],
+    })  # fmt: skip
+    commands = "\n".join(
+        _run_line(json.loads(run), number) for run, number in number_of_run.items()
+    )
+    return "\n\n".join(filter(None, [f"## {title}", table, commands, picture]))
 
 
-def _name(row: ResultRow, result: TargetResult | None) -> str:
-    return f"`{row['row']}`" + (f": {result.target.description}" if result else "")
+def _table(columns: Mapping[str, list[str]]) -> str:
+    """Columns in which no row has a value are left out."""
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    sides = ["---" if title in _TEXTS else "---:" for title in filled]
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in [filled, sides, *zip(*filled.values(), strict=True)]
+    )
 
 
-def _status(result: TargetResult | None) -> str:
-    return f"{result.target.bound} {result.status}" if result else ""
+def _ours(row: ResultRow) -> str:
+    return f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
 
 
-def _note(row: ResultRow, result: TargetResult | None) -> str:
+def _peer(row: ResultRow) -> str:
+    value, peer_name = number(row["peer"]), row["detail"].get("peer")
+    return f"{value} ({peer_name})" if value and peer_name else value
+
+
+def _note(row: ResultRow, target: Target | None) -> str:
     """The run's own note, and the known limit of a missed target."""
-    notes = [row["detail"].get("note", "")]
-    if result and result.status == MISSED:
-        notes.append(result.target.limit or "the limit was not looked for.")
-    return " ".join(note for note in notes if note)
+    limit = target.limit if target and target.status(row) == MISSED else ""
+    return " ".join(filter(None, [row["detail"].get("note", ""), limit]))
 
 
 def _run_line(source: Mapping[str, str], run: str) -> str:
@@ -221,20 +245,13 @@ def _run_line(source: Mapping[str, str], run: str) -> str:
     return f"    {source['command']}  # {run}: {origin}{'. ' if about else ''}{about}"
 
 
-def _peer(row: ResultRow) -> str:
-    value, peer_name = number(row["peer"]), row["detail"].get("peer")
-    return f"{value} ({peer_name})" if value and peer_name else value
-
-
 def targets_picture(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
     """The share of each target that is reached, as SVG."""
-    return pictures.targets(
-        [
-            (result.target.row, result.value, result.share)
-            for result in compare(row for rows in rows_of_section.values() for row in rows)
-            if result.value is not None and result.share is not None
-        ]
-    )
+    rows = newest(row for rows in rows_of_section.values() for row in rows)
+    return pictures.targets([
+        (target.row, rows[target.row][target.field], share)
+        for target in TARGETS.values() if (share := target.share(rows.get(target.row))) is not None
+    ])  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

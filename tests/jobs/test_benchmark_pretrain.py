@@ -11,9 +11,9 @@ import torch
 
 from jobs import benchmark
 from jobs import pretrain as pretrain_job
-from jobs.benchmarks import pretrain, pretraining_peers
+from jobs.benchmarks import pretrain
 from jobs.benchmarks.measure import Run
-from jobs.benchmarks.pretraining_peers import bare_step
+from jobs.benchmarks.pretrain import bare_step
 from pipeline.training.loop import optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -88,7 +88,7 @@ def test_the_trainer_reads_the_pairs_of_the_job(recipe):
     """As many as have the tokens that are asked for, each as the job lays it out."""
     corpus = recipe.corpora[0]
     facts = corpus.vocabulary
-    rows = list(pretraining_peers._rows(corpus, recipe, 3_000))
+    rows = list(pretrain._rows(corpus, recipe, 3_000))
     total = sum(len(row["input_ids"]) for row in rows)
     assert 3_000 <= total < 3_000 + len(rows[-1]["input_ids"])
     task = recipe.build(0, 1)

@@ -1,1 +1,1 @@
-"""`jobs.benchmark serve`: the load, the services, the measurements, and their pictures."""
+"""The services that `jobs.benchmark serve` measures, and the load on them."""

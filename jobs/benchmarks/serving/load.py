@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from types import MappingProxyType
@@ -24,10 +24,10 @@ from pipeline.arrays import Floats, Ints
 from pipeline.config import BadInput
 
 Ask = Callable[[float], Awaitable[None]]
-NO_ANSWER = 0
-"""In place of a status: the connection broke."""
+"""Sends the next request, which was due at this moment."""
 TOKEN = "POLYRANK_TOKEN"
 """Environment variable: the bearer token of a service that asks for one."""
+_NO_ANSWER = 0  # in place of a status: the connection broke
 _WAIT_S = 70.0  # longer than any deadline of the service
 
 
@@ -40,19 +40,13 @@ class LoadResult:
     seconds: Floats
     """Durations, from the due time to the end of the answer."""
     status: Ints
-    end_s: float
-    """When the last answer was there."""
-
-    def successes(self) -> LoadResult:
-        """The requests with status 200."""
-        return self.select(self.status == 200)
 
     def select(self, mask: np.typing.NDArray[np.bool_]) -> LoadResult:
-        return LoadResult(self.due_s[mask], self.seconds[mask], self.status[mask], self.end_s)
+        return LoadResult(self.due_s[mask], self.seconds[mask], self.status[mask])
 
-    def between(self, start_s: float, end_s: float) -> LoadResult:
-        """The requests that were due in this time."""
-        return self.select((self.due_s >= start_s) & (self.due_s < end_s))
+    def successes(self, start_s: float = 0.0) -> LoadResult:
+        """The requests with status 200 that were due from then on."""
+        return self.select((self.status == 200) & (self.due_s >= start_s))
 
     def ms(self, percentile: float) -> float:
         """Milliseconds; NaN: there are none."""
@@ -69,128 +63,93 @@ class LoadResult:
         return {str(name or "no answer"): count for name, count in pairs}
 
 
-@dataclass(frozen=True)
-class Step:
-    """A part of a load."""
-
-    seconds: float
-    per_s: float
-
-
 def poisson(
     url: str,
     bodies: Sequence[bytes],
-    steps: Sequence[Step],
-    seed: int = 0,
+    per_s: float,
+    seconds: float,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadResult:
-    """Requests at random moments, at the mean rate of each step. No body: GET."""
-    rng, due = np.random.default_rng(seed), list[float]()
-    began = 0.0
-    for step in steps:
-        count = rng.poisson(step.per_s * step.seconds)
-        due += sorted(began + rng.uniform(0, step.seconds, count))
-        began += step.seconds
-    return _run(url, bodies, lambda ask: _send_on_time(ask, due), headers)
+    """Requests at random moments, at this mean rate."""
+    rng = np.random.default_rng(0)
+    due = np.sort(rng.uniform(0, seconds, rng.poisson(per_s * seconds))).tolist()
+
+    async def send(ask: Ask) -> None:
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for due_s in due:
+                await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
+                tasks.create_task(ask(began + due_s))  # type: ignore[arg-type]
+
+    return _run(url, bodies, send, headers)
 
 
 def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> LoadResult:
     """`count` clients; each asks again as soon as it has its answer."""
-    return _run(url, bodies, lambda ask: _send_in_turn(ask, count, seconds))
 
-
-class Client:
-    """Asks one request after the other over one connection. No thread or event loop takes time beside it."""
-
-    def __init__(self, url: str) -> None:
-        address = urlsplit(url)
-        self._path = address.path
-        self._connection = HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def ask(self, body: bytes) -> float:
-        """Seconds until the answer was there. Raises BadInput for a status that is not 200."""
-        began = time.perf_counter()
-        self._connection.request("POST", self._path, body, {"content-type": "application/json"})
-        answer = self._connection.getresponse()
-        answer.read()
-        seconds = time.perf_counter() - began
-        if answer.status != 200:
-            raise BadInput(f"{self._path}: status {answer.status}")
-        return seconds
-
-
-async def _send_on_time(ask: Ask, due: Iterable[float]) -> None:
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for due_s in due:
-            await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
-            tasks.create_task(ask(began + due_s))  # type: ignore[arg-type]
-
-
-async def _send_in_turn(ask: Ask, count: int, seconds: float) -> None:
-    end = time.perf_counter() + seconds
-
-    async def client() -> None:
+    async def client(ask: Ask, end: float) -> None:
         while (now := time.perf_counter()) < end:
             await ask(now)
 
-    await asyncio.gather(*(client() for _ in range(count)))
+    async def send(ask: Ask) -> None:
+        end = time.perf_counter() + seconds
+        await asyncio.gather(*(client(ask, end) for _ in range(count)))
+
+    return _run(url, bodies, send)
 
 
 def _run(
     url: str,
     bodies: Sequence[bytes],
     load: Callable[[Ask], Awaitable[None]],
-    headers: Mapping[str, str] = MappingProxyType({}),
+    more_headers: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadResult:
-    due, seconds, status = list[float](), list[float](), list[int]()
-
-    async def run() -> float:
-        async with _open_session(url, bodies, headers) as send:
-            began = time.perf_counter()
-
-            async def ask(due_at: float) -> None:
-                answer_status = await send()
-                due.append(due_at - began)
-                seconds.append(time.perf_counter() - due_at)
-                status.append(answer_status)
-
-            await load(ask)
-            return time.perf_counter() - began
-
-    end_s = asyncio.run(run())
-    order = np.argsort(due, kind="stable")
-    return LoadResult(
-        np.array(due)[order], np.array(seconds)[order], np.array(status)[order], end_s
-    )
-
-
-@asynccontextmanager
-async def _open_session(
-    url: str, bodies: Sequence[bytes], more_headers: Mapping[str, str]
-) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """Sends the next body, and returns the answer's status."""
-    ring = itertools.cycle(bodies)
-    headers = {"content-type": "application/json"} if bodies else {}
+    headers = {"content-type": "application/json"}
     if token := os.environ.get(TOKEN):
         headers["authorization"] = f"Bearer {token}"
     headers |= more_headers
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=_WAIT_S)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers
-    ) as session:
+    next_body, answers = itertools.cycle(bodies), list[tuple[float, float, int]]()
 
-        async def send() -> int:
-            method, body = ("POST", next(ring)) if bodies else ("GET", None)
-            try:
-                async with session.request(method, url, data=body) as answer:
-                    await answer.read()
-                    return answer.status
-            except (aiohttp.ClientError, TimeoutError):
-                return NO_ANSWER
+    async def run() -> None:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_WAIT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=headers
+        ) as session:
+            began = time.perf_counter()
 
-        yield send
+            async def ask(due: float) -> None:
+                try:
+                    async with session.post(url, data=next(next_body)) as answer:
+                        await answer.read()
+                        status = answer.status
+                except (aiohttp.ClientError, TimeoutError):
+                    status = _NO_ANSWER
+                answers.append((due - began, time.perf_counter() - due, status))
+
+            await load(ask)
+
+    asyncio.run(run())
+    due, seconds, status = np.array(sorted(answers)).reshape(-1, 3).T
+    return LoadResult(due, seconds, status.astype(int))
+
+
+@contextmanager
+def one_client(url: str) -> Iterator[Callable[[bytes], float]]:
+    """Asks one request after the other over one connection; returns the seconds until the answer was there,
+    and raises BadInput for a status that is not 200. No thread or event loop takes time beside it."""
+    address = urlsplit(url)
+    with closing(
+        HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
+    ) as connection:
+
+        def ask(body: bytes) -> float:
+            began = time.perf_counter()
+            connection.request("POST", address.path, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            seconds = time.perf_counter() - began
+            if answer.status != 200:
+                raise BadInput(f"{url}: status {answer.status}")
+            return seconds
+
+        yield ask

@@ -10,11 +10,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
+
+from jobs.benchmarks.inputs import cross_encoder
+from jobs.benchmarks.measure import run_job
+from pipeline.artifact import open_artifact
+from pipeline.models.sources import open_encoder
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,16 @@ def peers(task: str, model: str) -> list[Peer]:
     """infinity has libraries of its own, older ones: install it elsewhere, and put it at the end of PATH."""
     names = ["plain_fastapi", *(["infinity"] if shutil.which("infinity_emb") else [])]
     return [Peer(name, task, model) for name in names]
+
+
+def converted(task: str, encoder: str, work: Path) -> tuple[str, str]:
+    """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores."""
+    peer_model = open_encoder(encoder)[0].local()
+    if task == "rerank":
+        peer_model = cross_encoder(peer_model, work / "cross-encoder")
+    ranker = work / f"ranker-{task}"
+    run_job("convert_model", "--model", peer_model, "--output", ranker)
+    return str(peer_model), open_artifact(str(ranker), "ranker").uri
 
 
 class Rerank(BaseModel):

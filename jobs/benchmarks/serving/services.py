@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -61,9 +59,9 @@ def deployment(port: int, name: str, application: serve.Application) -> Iterator
 
 
 @contextmanager
-def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any]:
-    """The same work in a process with as many threads as the replica."""
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
+def in_process(actor: type[Any], *arguments: Any) -> Iterator[Any]:
+    """The same work in a process with one thread, as the replica has."""
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
     handle = ray.remote(actor).options(num_cpus=0, runtime_env=environment).remote(*arguments)
     try:
         yield handle
@@ -81,7 +79,7 @@ def other(command_at: Callable[[int], Sequence[str]], cpus: int) -> Iterator[str
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + _START_S
-        while not _answers(f"{url}/health"):
+        while not cluster.answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > end:
                 raise BadInput(f"{' '.join(command)}: it does not answer")
             time.sleep(0.2)
@@ -89,14 +87,6 @@ def other(command_at: Callable[[int], Sequence[str]], cpus: int) -> Iterator[str
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def free_port() -> int:

@@ -1,0 +1,237 @@
+"""Jobs on several nodes, with work that waits, and the whole path over an object store that answers late.
+
+The nodes are raylets on this machine, which has too few cores to show that computing scales. So the parser of
+a block of comments and the model of an actor wait beside what they do. The jobs are the real ones: what keeps
+a node idle is their order of tasks, Ray's scheduling, and the files. The store is moto's S3 server, a process
+on this machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jobs import cluster
+from jobs.benchmark import Config
+from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
+from jobs.demo_stages import SECONDS, run_stage
+from pipeline import storage
+from pipeline.config import BadInput
+from pipeline.engine.draft import Draft
+
+_NODES = 4
+_PARSERS_A_NODE = 2
+_BLOCKS = {"small": 32, "full": 96}  # a dump file each
+_BLOCK_S = 5.0
+_SHARDS = {"small": 16, "full": 48}
+_SHARD_S = 5.0
+_ROWS_A_SHARD = 20
+# Bytes of a node's object store. With 256 MiB Ray Data held one of two parsers back.
+_STORE = 1 << 30
+_COMMENTS = {"small": 32_000, "full": 96_000}
+_COMMENTS_OF_PATH = {"small": 60_000, "full": 200_000}
+_ROUNDS = {"small": 1, "full": 2}
+_DELAY_S = 0.02  # of each request to the store
+_RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "convert_small.yaml"
+_BUCKET = "s3://lake"
+
+
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    """The row of the object store comes first, which its missing packages refuse. That of embedding needs a
+    model."""
+    rows, size, dumps = [measure_store(config, work)], config.size, work / "dumps"
+    shutil.rmtree(dumps, ignore_errors=True)
+    run_job(
+        "generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps
+    )
+
+    def prepare(output: str) -> None:
+        run_stage("Examples on nodes", "prepare_corpus", "--format", "reddit", "--input", str(dumps),
+                  "--output", f"{output}/corpus")  # fmt: skip
+
+    waiting = _BLOCKS[size] * _BLOCK_S / _PARSERS_A_NODE
+    rows.append(_speedup("reddit", prepare, wait_in_parser, _PARSERS_A_NODE, waiting, work))
+    if not config.model:
+        return rows
+    candidates = work / "candidates.csv"
+    texts = (f"candidate {number}" for number in range(_SHARDS[size] * _ROWS_A_SHARD))
+    candidates.write_text("\n".join(["text", *texts]))
+
+    def embed(output: str) -> None:
+        run_stage("A pool on nodes", "embed_pool", "--model", config.model, "--candidates", str(candidates),
+                  "--embed.id-column", "", "--embed.rows-per-shard", str(_ROWS_A_SHARD),
+                  "--resources.cpus-per-actor", "1", "--pools", output, "--name", "candidates")  # fmt: skip
+
+    return [*rows, _speedup("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work)]
+
+
+# -------------------------------------------------------------------------------------------------
+# Nodes
+
+
+def _speedup(
+    name: str, job: Callable[[str], None], hook: Callable[[], None], cores: int, waiting: float, work: Path
+) -> BenchmarkRow:  # fmt: skip
+    """`hook`: runs in each of Ray's processes first. `cores`: of a node. `waiting`: seconds of one node."""
+    seconds = dict[int, float]()
+    for nodes in (1, _NODES):
+        output = work / f"{name}-{nodes}"
+        shutil.rmtree(output, ignore_errors=True)
+        with _nodes(nodes, cores, hook):
+            began = time.perf_counter()
+            job(str(output))
+            seconds[nodes] = time.perf_counter() - began
+    note = (
+        f"{seconds[1]:.0f} s on one node and {seconds[_NODES]:.0f} s on four, of which {waiting:.0f} s and "
+        f"{waiting / _NODES:.0f} s are waits. Nodes of this machine, with {cores} logical cores each."
+    )
+    return BenchmarkRow(
+        f"cluster.{name}.speedup_{_NODES}_nodes", seconds[1] / seconds[_NODES],
+        "times as fast on 4 nodes", detail={"note": note},
+    )  # fmt: skip
+
+
+@contextmanager
+def _nodes(count: int, cores: int, hook: Callable[[], None]) -> Iterator[None]:
+    """A Ray of a head without cores and `count` nodes."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    options = {"include_dashboard": False, "object_store_memory": _STORE}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
+    try:
+        for _ in range(count):
+            nodes.add_node(num_cpus=cores, **options)
+        ray.init(nodes.address, runtime_env={"worker_process_setup_hook": hook},
+                 logging_level="ERROR", log_to_driver=False)  # fmt: skip
+        cluster.silence_ray()
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def wait_in_parser() -> None:
+    from pipeline.corpora.reddit import partition
+
+    parse_block = partition._parse_block
+
+    def parse_late(*arguments: Any) -> Any:
+        time.sleep(_BLOCK_S)
+        return parse_block(*arguments)
+
+    partition._parse_block = parse_late  # type: ignore[assignment]
+
+
+def wait_in_model() -> None:
+    from pipeline.pools.embedder import Embedder
+
+    embed_shard = Embedder.__call__
+
+    def embed_late(self: Embedder, draft: Draft, name: str, slices: Any) -> Any:
+        with self._model_is_free:
+            time.sleep(_SHARD_S)
+        return embed_shard(self, draft, name, slices)
+
+    Embedder.__call__ = embed_late  # type: ignore[method-assign]
+
+
+# -------------------------------------------------------------------------------------------------
+# An object store
+
+
+def measure_store(config: Config, work: Path) -> BenchmarkRow:
+    """The whole path over the store and over local files, in turn. Equal fingerprints show that the outputs
+    are the same on both."""
+    if not (find_spec("moto") and find_spec("boto3")):
+        raise BadInput("the packages moto and boto3 are not installed: pip install -e '.[bench]'")
+    comments, rounds, fingerprints = _COMMENTS_OF_PATH[config.size], iter(range(99)), set[str]()
+
+    def seconds(base: str) -> float:
+        SECONDS.clear()
+        fingerprints.add(_path(f"{base}/dump", f"{base}/path-{os.getpid()}-{next(rounds)}"))
+        return sum(SECONDS.values())
+
+    with _store(), cluster.session():
+        run_stage("A dump", "generate_dump", "--comments", str(comments), "--files", "4",
+                  "--output", f"{work}/dump")  # fmt: skip
+        storage.upload(work / "dump", f"{_BUCKET}/dump")
+        ways = {"local": lambda: seconds(str(work)), "store": lambda: seconds(_BUCKET)}
+        local, store = map(median, take_turns(ways, _ROUNDS[config.size]).values())
+    if len(fingerprints) != 1:
+        raise BadInput("object store: the artifacts over it are not those of local files")
+    note = (
+        f"{comments:,} comments: {store:.0f} s over {local:.0f} s, mostly the start of jobs. "
+        f"{1e3 * _DELAY_S:.0f} ms of delay."
+    )
+    name, unit = "cluster.s3.time_over_local", "of the time over local files"
+    return BenchmarkRow(name, store / local, unit, detail={"note": note})
+
+
+def _path(dump: str, out: str) -> str:
+    """Dump → corpus → subwords → ranker → evaluation and pool; returns the outputs' fingerprints."""
+    stages = {
+        "prepare_corpus": "--format reddit --input DUMP --output OUT/corpus",
+        "train_tokenizer": "--corpus OUT/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 "
+        "--output OUT/subwords",
+        "finetune": "--config RECIPE --corpus OUT/corpus --encoder OUT/subwords --output OUT/ranker "
+        "--finetune.batch-examples 64 --finetune.max-steps 50 --loop.warmup-steps 5 "
+        "--loop.validate-every-epochs 0 --loop.checkpoint-every-steps 25",
+        "evaluate": "--model OUT/ranker --corpus OUT/corpus --protocol polyai --split train "
+        "--max-examples 500",
+        "embed_pool": "--model OUT/ranker --candidates OUT/corpus/train --embed.text-column response "
+        "--embed.id-column example_id --pools OUT/pools --name replies",
+    }
+    made = [
+        run_stage(verb, verb, *(word.replace("DUMP", dump).replace("OUT", out).replace("RECIPE", str(_RECIPE))
+                                for word in options.split()))
+        for verb, options in stages.items()
+    ]  # fmt: skip
+    return " ".join(str(summary["fingerprint"]) for summary in made[:2])
+
+
+@contextmanager
+def _store() -> Iterator[None]:
+    """A server with a bucket, for all clients of this process and of its child processes."""
+    import boto3
+
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    server = spawn.Process(target=serve_store, args=(there,), daemon=True)
+    server.start()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": here.recv(), "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        "POLYRANK_AUTHOR_SALT": "made-up authors",
+    }  # fmt: skip
+    try:
+        boto3.client("s3").create_bucket(Bucket=_BUCKET.removeprefix("s3://"))
+        yield
+    finally:
+        server.kill()
+        server.join()
+
+
+def serve_store(parent: Connection) -> None:
+    """Tells its address, and serves until it is killed."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = DomainDispatcherApplication(create_backend_app)
+
+    def delayed(environ: dict[str, Any], start_response: Any) -> Any:
+        time.sleep(_DELAY_S)
+        return application(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, delayed, threaded=True)
+    parent.send(f"http://127.0.0.1:{server.server_port}")
+    server.serve_forever()

@@ -1,0 +1,381 @@
+"""Tables of the Poly-encoder paper that are measured here, as sweeps of jobs.finetune and jobs.evaluate.
+
+4         bi, poly and cross on four tasks      R@1, test; from BERT's weights, Wikipedia from Reddit's
+distill   poly-64 from a cross-encoder          not the paper's; a corpus of jobs.score_candidates
+encoders  bi and cross from several ones        as table 4 compares BERT's, Wikipedia's and Reddit's weights
+
+Trials run one after the other. A trial trains a model on a corpus from a seed, and asks it what jobs.evaluate
+asks. It writes a ranker and its evaluation to a folder that is named after all options that decide its
+result. The same command finds them again there, and so does another table that has the same trial. If a trial
+fails, its row says why, and the others go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+from ray.exceptions import OutOfMemoryError
+
+from jobs import evaluate, finetune
+from jobs.benchmark import Config
+from jobs.benchmarks.measure import BenchmarkRow
+from pipeline import storage
+from pipeline.arrays import Floats, Ints
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, Stopped, flatten, parse, require, to_dict
+from pipeline.engine.draft import request_of
+from pipeline.evaluation import protocols, significance
+from pipeline.evaluation.ranking import load_scorer
+from pipeline.models.sources import Source, open_encoder
+from pipeline.storage.failures import cause_of
+
+_CONFIGS = Path(__file__).parents[1] / "configs" / "finetune"
+# By the source of a corpus' examples: (the task whose recipes count, the protocol).
+_TASKS: dict[str, tuple[str, protocols.Name]] = {
+    "convai2": ("convai2", "convai2"),
+    "dstc7": ("dstc7", "dstc7"),
+    "ubuntu": ("ubuntu", "ubuntu"),
+    "wikipedia": ("wikipedia", "wikipedia"),
+    "starspace": ("wikipedia", "wikipedia"),
+}
+_UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
+
+
+# -------------------------------------------------------------------------------------------------
+# Tables
+
+
+Number = Literal[4, "distill", "encoders"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row: a recipe, and the changes to it."""
+
+    name: str
+    architecture: Literal["bi", "poly", "cross"]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Options of jobs.finetune."""
+    published: Mapping[str, float] = field(default_factory=dict)
+    """The paper's R@1 in percent, by task."""
+    tasks_without: tuple[str, ...] = ()
+    """Tasks without this trial."""
+
+    def published_for(self, task: str) -> float | None:
+        """R@1. StarSpace's articles are the paper's Wikipedia search."""
+        percent = self.published.get("wikipedia" if task == "starspace" else task)
+        return None if percent is None else round(percent / 100, 4)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, and which of them are compared."""
+
+    trials: tuple[Trial, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Names of trials: does the first find more right ones than the second?"""
+
+
+def _percent(convai2: float, dstc7: float, ubuntu: float, **more: float) -> dict[str, float]:
+    return {"convai2": convai2, "dstc7": dstc7, "ubuntu": ubuntu, **more}
+
+
+def _poly(m: int) -> dict[str, Any]:
+    return {"ranker.m": m}
+
+
+def _distillation(name: str, loss: str) -> Trial:
+    changes = {"finetune.negatives_from": "both", "finetune.distill.loss": loss}
+    return Trial(name, "poly", {**_poly(64), **changes})
+
+
+def of_encoders(uris: Sequence[str]) -> Table:
+    """A bi- and a cross-encoder from each encoder, named after its folder, to compare with the first."""
+    names = {storage.name_of(uri): uri for uri in uris}
+    first, *other_names = names
+    kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
+    return Table(
+        tuple(
+            Trial(f"{kind}-{name}", kind, {"encoder": uri})
+            for kind in kinds
+            for name, uri in names.items()
+        ),
+        tuple((f"{kind}-{other}", f"{kind}-{first}") for kind in kinds for other in other_names),
+    )
+
+
+TABLES: dict[Number, Table] = {
+    4: Table(
+        (Trial("bi", "bi", {}, _percent(81.7, 66.8, 80.6, wikipedia=71.0)),
+         Trial("poly-16", "poly", _poly(16), _percent(83.2, 67.8, 81.2, wikipedia=71.5)),
+         Trial("poly-64", "poly", _poly(64), _percent(83.7, 67.0, 81.3, wikipedia=71.3)),
+         Trial("poly-360", "poly", _poly(360), _percent(83.7, 68.9, 80.9, wikipedia=71.8)),
+         # 10,001 pairs for each question: the paper has none there either.
+         Trial("cross", "cross", {}, _percent(84.8, 67.4, 82.8), ("wikipedia",))),
+        pairs=(("poly-64", "bi"), ("cross", "poly-64")),
+    ),
+    "distill": Table(
+        # Without a teacher: from the batch's responses, and from the corpus' candidates too.
+        (Trial("poly-64", "poly", _poly(64)), _distillation("poly-64-both", "none"),
+         _distillation("poly-64-kl", "kl"), _distillation("poly-64-margin_mse", "margin_mse")),
+        pairs=(("poly-64-kl", "poly-64"), ("poly-64-kl", "poly-64-both"),
+               ("poly-64-margin_mse", "poly-64"), ("poly-64-margin_mse", "poly-64-both")),
+    ),
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------
+# Rows
+
+
+def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+    """Runs the missing trials, and returns the table's rows.
+
+    Raises BadInput for unknown trials and options, and Stopped if no trial succeeds.
+    """
+    number, only = config.table, config.only
+    table = of_encoders(config.encoder) if number == "encoders" else TABLES[number]
+    jobs = [
+        plan(trial, corpus, task, seed, config)
+        for task, corpus in _corpus_of_task(config.corpus).items()
+        for trial in _selected_trials(table, only)
+        if paper_task(task) not in trial.tasks_without
+        for seed in range(config.seeds)
+    ]
+    require(bool(jobs), "only", only, "a trial that there is for these corpora")
+    _check_rows(table, jobs)
+    outcomes = run_trials(jobs)
+    if not any(isinstance(outcome, Outcome) for outcome in outcomes.values()):
+        raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
+    return rows(f"paper.{number}", f"{config.size} recipes", table, jobs, outcomes)
+
+
+def rows(
+    name: str,
+    about: str,
+    table: Table,
+    jobs: Sequence[Job],
+    outcome_of_label: Mapping[str, Outcome | str],
+) -> list[BenchmarkRow]:
+    """One for each task and trial over its seeds, and one for each of the table's comparisons."""
+    jobs_of_row: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        jobs_of_row.setdefault((job.task, job.trial.name), []).append(job)
+    result_rows = []
+    hits_of_row: dict[tuple[str, str], Floats] = {}
+    for (task, trial_name), row_jobs in jobs_of_row.items():
+        results = [outcome_of_label[job.label] for job in row_jobs]
+        outcomes = [result for result in results if isinstance(result, Outcome)]
+        failures = [result for result in results if isinstance(result, str)]
+        row, peer = f"{name}.{task}.{trial_name}", row_jobs[0].trial.published_for(task)
+        detail: dict[str, Any] = {"failed": failures} if failures else {}
+        if not outcomes:
+            result_rows.append(BenchmarkRow(row, None, "R@1", peer, detail=detail))
+            continue
+        hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
+        hits_of_row[task, trial_name] = hits_N = hits_SN.mean(axis=0)
+        low, high = significance.mean_interval(hits_N)
+        by_seed = hits_SN.mean(axis=1)
+        plus_minus = (
+            f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; " if len(by_seed) > 1 else ""
+        )
+        note = f"{plus_minus}95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}; {about}."
+        detail |= {"seeds": by_seed.tolist(), "note": note}
+        result_rows.append(
+            BenchmarkRow(row, float(hits_SN.mean()), outcomes[0].metric, peer, detail=detail)
+        )
+    return [*result_rows, *_comparisons(name, table, hits_of_row)]
+
+
+def _comparisons(
+    name: str, table: Table, hits_of_row: Mapping[tuple[str, str], Floats]
+) -> Iterator[BenchmarkRow]:
+    for task in dict.fromkeys(task for task, _ in hits_of_row):
+        for first, second in table.pairs:
+            hits, other_hits = (hits_of_row.get((task, trial)) for trial in (first, second))
+            if hits is None or other_hits is None:
+                continue
+            pair = significance.compare_means(first, second, hits, other_hits)
+            low, high = pair.interval
+            detail = {"note": f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."}
+            row = f"{name}.{task}.{first}_less_{second}"
+            yield BenchmarkRow(row, pair.difference, "R@1", detail=detail)
+
+
+def _corpus_of_task(uris: Sequence[str]) -> dict[str, Artifact]:
+    corpus_of_task: dict[str, Artifact] = {}
+    for uri in uris:
+        corpus = open_artifact(uri, "corpus")
+        task = task_of(corpus)
+        if task in corpus_of_task:
+            raise BadInput(
+                f"--corpus {uri}: {task}, as {corpus_of_task[task].uri}; allowed: one of each"
+            )
+        corpus_of_task[task] = corpus
+    return corpus_of_task
+
+
+def _selected_trials(table: Table, only: Sequence[str]) -> list[Trial]:
+    names = [trial.name for trial in table.trials]
+    for name in only:
+        require(name in names, "only", name, ", ".join(names))
+    return [trial for trial in table.trials if not only or trial.name in only]
+
+
+def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
+    """Raises BadInput for an option that would make two rows, or two seeds, the same."""
+    names = {name for trial in table.trials for name in trial.changes}
+    varied = [n for n in names if len({trial.changes.get(n) for trial in table.trials}) > 1]
+    for job in jobs:
+        values = flatten(to_dict(job.train))
+        row_changes = {name: value for name, value in job.trial.changes.items() if name in varied}
+        for name, value in {"ranker.architecture": job.trial.architecture, **row_changes}.items():
+            require(values[name] == value, name, values[name],
+                    f"{value!r} in row {job.trial.name}, whose difference it is")  # fmt: skip
+        require(values["loop.seed"] == job.seed, "loop.seed", values["loop.seed"],
+                "none: --seeds says how many")  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------
+# Trials
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial with everything that decides its result."""
+
+    trial: Trial
+    task: str
+    seed: int
+    train: finetune.Config
+    ask: evaluate.Config
+    evaluation: str
+    """URI of the file with the ranks and the metrics."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.task} {self.trial.name} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answers of a trained model."""
+
+    ranks_N: Ints
+    """The right answers' ranks; every trial of a task is asked the same questions."""
+    metric: str
+    """Name of the task's R@1."""
+
+
+def task_of(corpus: Artifact) -> str:
+    """The source of the corpus' first example."""
+    for uri in corpus.files(suffix=".parquet"):
+        with storage.open_input(uri) as stream:
+            table = pq.ParquetFile(stream)
+            if "source" in table.schema_arrow.names and table.metadata.num_rows:
+                return str(next(table.iter_batches(1, columns=["source"]))["source"][0])
+    raise BadInput(f"{corpus.uri}: the corpus has no examples")
+
+
+def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tuple[str, ...]:
+    """`--config` with two files of jobs/configs/finetune: the architecture's, and the task's for it."""
+    ending = "-small.yaml" if size == "small" else ".yaml"
+    name = _TASKS.get(task, _UNKNOWN_TASK)[0]
+    architecture_file = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
+    task_file = _CONFIGS / "tasks" / f"{name}{ending}"
+    file = architecture_file if architecture_file.exists() else task_file
+    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(file)
+
+
+def paper_task(task: str) -> str:
+    """The paper's name of a task: StarSpace's articles are its Wikipedia search."""
+    return _TASKS[task][0] if task in _TASKS else task
+
+
+def protocol(task: str) -> protocols.Name:
+    """The task's evaluation protocol."""
+    return _TASKS.get(task, _UNKNOWN_TASK)[1]
+
+
+def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -> Job:
+    """Raises BadInput for overrides that jobs.finetune does not know."""
+    files = recipe(task, trial.architecture, config.size)
+    changes = {"encoder": config.encoder[0], **trial.changes}
+    arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
+             "--output", "not yet known"]  # fmt: skip
+    arguments += [f"--{name}={value}" for name, value in changes.items()]
+    arguments += [f"--loop.seed={seed}", *config.overrides]
+    # A trial reads only some of the options for all trials.
+    train = parse(finetune.Config, arguments, "jobs.finetune", allow_unread=True)
+    _, encoder = _open_encoder(train.encoder)
+    request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
+    folder = storage.join(
+        storage.absolute(config.work), "trials", f"{task}-{trial.architecture}-{request}"
+    )
+    train = replace(train, output=storage.join(folder, "ranker"))
+    evaluation = evaluate.Config(
+        model=(train.output,), corpus=corpus.uri, split=config.split,
+        protocol=protocol(task),
+        max_examples=config.max_examples, latency_queries=0,
+    )  # fmt: skip
+    evaluation_request = request_of(
+        "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
+    )
+    file = storage.join(folder, f"evaluation-{evaluation_request}.json")
+    return Job(trial, task, seed, train, evaluation, file)
+
+
+@functools.cache
+def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+    return open_encoder(uri)
+
+
+def earlier_outcome(job: Job) -> Outcome | None:
+    """The outcome of an earlier run; None: there is none."""
+    if not storage.exists(job.evaluation):
+        return None
+    evaluation = json.loads(storage.read_bytes(job.evaluation))
+    return Outcome(np.array(evaluation["ranks"]), next(iter(evaluation["metrics"])))
+
+
+def run_trials(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
+    """The outcome of each job by its label; for a failed job the reason."""
+    outcomes: dict[str, Outcome | str | None] = {job.label: earlier_outcome(job) for job in jobs}
+    missing = [job for job in jobs if outcomes[job.label] is None]
+    for ask in {job.ask.corpus: job.ask for job in missing}.values():
+        evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
+    for job in missing:
+        try:
+            train_and_evaluate(job)
+            outcomes[job.label], state = earlier_outcome(job), "done"
+        except Exception as error:  # whatever it is, the other trials go on
+            outcomes[job.label] = state = _reason(error)
+        print(f"{job.label}: {state}", file=sys.stderr, flush=True)
+    return {label: result or "nothing came out" for label, result in outcomes.items()}
+
+
+def train_and_evaluate(job: Job) -> None:
+    finetune.run(job.train)
+    model = open_artifact(job.train.output, "ranker")
+    measure = evaluate.measurement(job.ask, open_artifact(job.ask.corpus, "corpus"))
+    result = measure.of(job.label, functools.partial(load_scorer, model, job.label))
+    evaluation = {"ranks": result.ranking.ranks_N.tolist(), "metrics": result.metrics}
+    storage.write_bytes(job.evaluation, json.dumps(evaluation).encode())
+
+
+def _reason(error: Exception) -> str:
+    """The refusal in one line, or the last line of the error."""
+    if refusal := cause_of(error, BadInput, Stopped):
+        return str(refusal)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Ray says first that memory ran out, and then for a page what could be done about it.
+    index = 0 if isinstance(error, OutOfMemoryError) else -1
+    return (lines or [type(error).__name__])[index][:300]
