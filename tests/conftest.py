@@ -50,12 +50,11 @@ from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
 from pipeline.models.convert.tokenizer import save_vocabulary
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import new_ranker
-from pipeline.models.settings import ranker_config
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
 from pipeline.training import tokenized_corpus

@@ -162,8 +162,8 @@ def _peak_flops() -> float:
 
 def _operations(texts: Iterable[str], model: str) -> float:
     """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
+    from pipeline.models.encoder import Encoder
     from pipeline.models.ranker import load_ranker
-    from pipeline.models.transformer import Encoder
 
     ranker = load_ranker(Path(model))
     encoder = next(part for part in ranker.modules() if isinstance(part, Encoder))

@@ -19,7 +19,7 @@ import torch
 
 from pipeline import storage
 from pipeline.models import cpu
-from pipeline.models.placement import prepare_for_training
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.loop import Optimization, optimization

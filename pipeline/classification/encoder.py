@@ -11,12 +11,12 @@ from torch import Tensor, device
 from pipeline.classification.settings import EncodeConfig
 from pipeline.config import require
 from pipeline.models import inference
+from pipeline.models.encoder import Encoder
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import Ranker, new_network
 from pipeline.models.settings import SETTINGS, BiConfig
 from pipeline.models.sources import SENTENCE_TRANSFORMERS
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 
 
 @dataclass(frozen=True)

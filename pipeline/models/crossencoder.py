@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.models.encoder import Encoder
 from pipeline.models.network import PairNetwork
 from pipeline.models.reduction import reduce
 from pipeline.models.settings import CrossConfig
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,

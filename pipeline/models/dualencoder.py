@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from pipeline.config import BadInput
 from pipeline.models.attention import no_autocast
+from pipeline.models.encoder import Encoder
 from pipeline.models.network import VectorNetwork
 from pipeline.models.reduction import reduce
 from pipeline.models.settings import DualConfig
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder
 
 
 class DualEncoder(VectorNetwork):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from pipeline.models import cpu
-from pipeline.models.network import TextEncoder
+from pipeline.models.encoder import TextEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens

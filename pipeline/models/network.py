@@ -10,20 +10,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.models.reduction import reduce
 from pipeline.models.tokens import Tokens
-
-
-class TextEncoder(nn.Module):
-    """The part of a network that computes in the ranker's precision; heads are always float32."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its weights."""
-        return next(self.parameters()).dtype
 
 
 class View(NamedTuple):

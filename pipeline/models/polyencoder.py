@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipeline.models.attention import MultiHead, masked_softmax, no_autocast
 from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.encoder import Encoder
 from pipeline.models.settings import PolyConfig
-from pipeline.models.transformer import Encoder
 
 Attention = Literal["dot", "scaled_dot"]
 

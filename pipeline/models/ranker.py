@@ -30,6 +30,7 @@ from pipeline.models.convert import ConvertNetwork, ConvertTokenizer
 from pipeline.models.convert.int8 import Int8Linear
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.encoder import Encoder, read_weights
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.models.polyencoder import PolyEncoder
 from pipeline.models.precision import Precision
@@ -46,7 +47,6 @@ from pipeline.models.settings import (
     read_settings,
 )
 from pipeline.models.tokens import RowTokenizer, Tokenizer, Tokens
-from pipeline.models.transformer import Encoder, read_weights
 
 OnEncoder = DualEncoder | CrossEncoder
 RankerNetwork = OnEncoder | ConvertNetwork

@@ -29,8 +29,8 @@ from pipeline.models.convert.start import (
     start_from_taught_words,
 )
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
+from pipeline.models.encoder import read_weights
 from pipeline.models.settings import ConvertConfig
-from pipeline.models.transformer import read_weights
 
 WEIGHTS = "weights.safetensors"
 COUNTS = "counts.json"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.processor import processor
+from pipeline.models.torch_operators import int8_product
 
 LEVELS = 127
 _LEAST = 1e-12  # of a scale, for rows of zeros
@@ -57,19 +57,12 @@ class Int8Linear(nn.Module):
         if inputs_NI.device.type == "cpu":
             levels_NI, scale_N1 = to_int8(inputs_NI)
             # In place: new memory for each step would take longer than the product itself.
-            outputs_NO = self._products(levels_NI).mul_(scale_N1).mul_(scale_O)
+            outputs_NO = int8_product(levels_NI, self.levels_OI).mul_(scale_N1).mul_(scale_O)
         else:  # GPUs are fast enough with the weights alone in 8 bits
             outputs_NO = F.linear(inputs_NI.float(), self.levels_OI.float()).mul_(scale_O)
         if self.bias is not None:
             outputs_NO.add_(self.bias.float())
         return outputs_NO.to(inputs_NI.dtype)
-
-    def _products(self, levels_NI: Tensor) -> Tensor:
-        """[N, O] float32. Without VNNI torch multiplies int8 20 times slower than float32. Where oneDNN is
-        bound to AVX2 on a processor with VNNI, its sums of 16 bits overflow."""
-        if processor().vnni:
-            return torch._int_mm(levels_NI, self.levels_OI.t()).float()
-        return F.linear(levels_NI.float(), self.levels_OI.float())
 
 
 def linear_layers(blocks: nn.Module) -> dict[str, nn.Linear | Int8Linear]:

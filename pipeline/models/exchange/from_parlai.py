@@ -28,10 +28,10 @@ from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from pipeline.config import BadInput, require
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import HeadAttention, PolyConfig
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 
 CHECKPOINT = "model"
 _ATTENTION: dict[str, HeadAttention] = {

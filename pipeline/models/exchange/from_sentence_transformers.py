@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from pipeline.config import BadInput, require
+from pipeline.models.encoder import Encoder, read_weights
 from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
 from pipeline.models.sources import Prompts, read_prompts
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder, read_weights
 
 _REDUCTIONS: dict[str, Reduction] = {
     "cls": "first",

@@ -31,9 +31,9 @@ from pipeline.config import BadInput
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
-from pipeline.models.transformer import Encoder
 
 _POOLING = {"first": "cls", "mean": "mean"}
 _IDENTITY = "torch.nn.modules.linear.Identity"

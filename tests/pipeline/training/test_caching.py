@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.models.transformer import set_dropout
+from pipeline.models.encoder import set_dropout
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
 from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, Mod
 from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
-from pipeline.models.network import TextEncoder
-from pipeline.models.shape import Shape, TrainLayers
+from pipeline.models import cpu
+from pipeline.models.packing import first_position
+from pipeline.models.precision import Precision, resolve_precision
+from pipeline.models.settings import Shape, TrainLayers
 from pipeline.models.tokens import Tokens
 
 
@@ -51,6 +54,15 @@ def new_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+class TextEncoder(nn.Module):
+    """The part of a network that computes in the ranker's precision; heads are always float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        return next(self.parameters()).dtype
 
 
 class Encoder(TextEncoder):
@@ -121,13 +133,6 @@ class Encoder(TextEncoder):
             inputs["token_type_ids"] = tokens.segments_BT
         hidden_BTD: Tensor = self.hf(**inputs).last_hidden_state
         return hidden_BTD
-
-
-def first_position(hf: Any) -> int:
-    """The position of a text's first token: RoBERTa's stands behind the padding's."""
-    table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)
-    return 0 if padding is None else padding + 1
 
 
 def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
@@ -221,6 +226,29 @@ def set_dropout(module: nn.Module, share: float) -> None:
             part.p = share
         if isinstance(getattr(part, "attention_dropout", None), float):
             setattr(part, "attention_dropout", share)  # noqa: B010 - nn.Module types it a Tensor
+
+
+def prepare_for_training(
+    module: nn.Module, device: torch.device, precision: Precision = "auto"
+) -> None:
+    """Chooses the implementation of every encoder in `module`, before it is wrapped or compiled.
+
+    On a CPU: `cpu.accelerate`. On a GPU: FlashAttention-2 where the package `flash_attn` is installed, the
+    model knows it and the computation is in bf16, because its kernels take no float32; else the library's
+    default, SDPA. A model with FlashAttention-2 is validated under bf16 autocast, too.
+    """
+    bf16 = resolve_precision(precision, device) == "bf16"
+    for part in module.modules():
+        if isinstance(part, Encoder):
+            if device.type == "cpu":
+                cpu.accelerate(part.hf)
+            elif (
+                device.type == "cuda"
+                and bf16
+                and find_spec("flash_attn")
+                and part.hf._supports_flash_attn
+            ):
+                part.hf.set_attn_implementation("flash_attention_2")
 
 
 def _quiet() -> None:

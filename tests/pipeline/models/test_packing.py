@@ -19,11 +19,10 @@ from transformers import (
     RobertaModel,
 )
 
-from pipeline.models import cpu
-from pipeline.models.cpu import packing
-from pipeline.models.cpu.packing import Packing
+from pipeline.models import cpu, packing
+from pipeline.models.encoder import Encoder, set_dropout
+from pipeline.models.packing import Packing
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, set_dropout
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,15 +1,17 @@
-"""New encoders: their shapes, and what is refused."""
+"""New encoders: their shapes, and what is refused; and how they compute in training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModel, DistilBertConfig, DistilBertModel
 
 from pipeline.config import BadInput
-from pipeline.models.shape import Shape
+from pipeline.models import encoder as encoder_module
+from pipeline.models.encoder import Encoder, prepare_for_training
+from pipeline.models.settings import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2}
 SMALL = {"layers": 4, "width": 16, "heads": 2, "positions": 300}
@@ -80,3 +82,53 @@ def test_an_architecture_that_cannot_recompute_layers_is_refused(monkeypatch):
     monkeypatch.setattr(DistilBertModel, "supports_gradient_checkpointing", False)
     with pytest.raises(BadInput, match="gradient checkpointing: DistilBertModel does not support"):
         encoder.recompute_layers()
+
+
+@pytest.fixture
+def chosen(tiny, monkeypatch):
+    """The implementation that an encoder inside a module is given; None: it keeps its own."""
+
+    def choose(device, precision="auto", flash=True, model_has_flash=True, matrix_units=True):
+        encoder = tiny.encoder()
+        calls = []
+        encoder.hf._supports_flash_attn = model_has_flash
+        encoder.hf.set_attn_implementation = calls.append
+        monkeypatch.setattr(encoder_module, "find_spec", lambda name: flash or None)
+        monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: matrix_units)
+        prepare_for_training(nn.Sequential(encoder), torch.device(device), precision)
+        assert len(calls) <= 1
+        assert device != "cuda" or not encoder.hf._forward_pre_hooks  # nothing of ours
+        return calls[0] if calls else None
+
+    return choose
+
+
+def test_only_cpus_get_the_plug_in(chosen):
+    assert chosen("cpu") == "polyrank"
+    assert chosen("meta") is None
+
+
+def test_gpus_take_flash_attention_only_where_package_model_and_precision_allow_it(chosen):
+    assert chosen("cuda") == "flash_attention_2"
+    assert chosen("cuda", "bf16", matrix_units=False) == "flash_attention_2"
+    assert chosen("cuda", "fp32") is None
+    assert chosen("cuda", flash=False) is None
+    assert chosen("cuda", model_has_flash=False) is None
+    assert chosen("cuda", matrix_units=False) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_a_gpu_computes_what_a_cpu_does(tiny, architecture):
+    """With whatever implementation the GPU gets; bf16 has three digits."""
+    tokens = tiny.tokenizer().batch([[2, 7, 8, 3], [2, 9, 3]])
+    encoder = tiny.encoder(architecture=architecture).eval()
+    with torch.inference_mode():
+        expected = encoder(tokens)[tokens.mask_BT]
+        device = torch.device("cuda")
+        encoder.to(device)
+        prepare_for_training(encoder, device, "bf16")
+        with torch.autocast("cuda", torch.bfloat16):
+            found = encoder(tokens.to(device))[tokens.mask_BT.to(device)]
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.models.transformer import first_position
-
 # Models known to take positions for a token from `position_ids` alone.
 _PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
 # Padded tokens of a group: what suits a core's cache.
@@ -173,6 +171,13 @@ def _pack(
     packed_inputs["position_ids"] = packing.position_R[None] + first_position(hf)
     packed_inputs["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
     return args, {**kwargs, **packed_inputs, "packing": packing}
+
+
+def first_position(hf: Any) -> int:
+    """The position of a text's first token: RoBERTa's stands behind the padding's."""
+    table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else padding + 1
 
 
 def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
