@@ -25,14 +25,17 @@ from torch import Tensor, nn
 
 from pipeline.config import BadInput
 from pipeline.models import convert
-from pipeline.models.biencoder import BiEncoder
 from pipeline.models.convert import ConvertNetwork, ConvertTokenizer
 from pipeline.models.convert.int8 import Int8Linear
-from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.encoder import Encoder, read_weights
-from pipeline.models.network import PairNetwork, VectorNetwork
-from pipeline.models.polyencoder import PolyEncoder
+from pipeline.models.heads import (
+    BiEncoder,
+    CrossEncoder,
+    DualEncoder,
+    PairNetwork,
+    PolyEncoder,
+    VectorNetwork,
+)
 from pipeline.models.precision import Precision
 from pipeline.models.pretraining_heads import read_next_head
 from pipeline.models.settings import (

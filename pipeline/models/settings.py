@@ -18,7 +18,7 @@ from pipeline.options.unread import read_when
 SETTINGS = "ranker.json"
 
 Reduction = Literal["first", "mean", "mean_first_m"]
-SearchAttention = Literal["dot", "scaled_dot"]
+Attention = Literal["dot", "scaled_dot"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 Activation = Literal["relu", "fast_gelu"]
@@ -145,7 +145,7 @@ class ScorerConfig:
         })  # fmt: skip
 
     @property
-    def search_attention(self) -> SearchAttention:
+    def search_attention(self) -> Attention:
         """How the search of a pool weighs a context's vectors.
 
         Raises BadInput for a ranker that cannot search a pool.
@@ -250,7 +250,7 @@ class BiConfig(DualConfig):
         return 1
 
     @property
-    def search_attention(self) -> SearchAttention:
+    def search_attention(self) -> Attention:
         return "dot"
 
 
@@ -288,7 +288,7 @@ class PolyConfig(DualConfig):
         return self.m + (self.context_codes == "last_m_and_first")
 
     @property
-    def search_attention(self) -> SearchAttention:
+    def search_attention(self) -> Attention:
         if (
             self.candidate_attention == "multi_head"
         ):  # the vectors' products are no bound on a score
@@ -444,7 +444,7 @@ class ConvertConfig(ScorerConfig):
         return self.context_codes or 1
 
     @property
-    def search_attention(self) -> SearchAttention:
+    def search_attention(self) -> Attention:
         return "dot"
 
 

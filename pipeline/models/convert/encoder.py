@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.attention import no_autocast
 from pipeline.models.convert.quantisation import Table
 from pipeline.models.cpu import PackedLinear
 from pipeline.models.encoder import TextEncoder
+from pipeline.models.heads import no_autocast
 from pipeline.models.settings import Activation, ConvertConfig
 
 NORM_EPSILON = 1e-12

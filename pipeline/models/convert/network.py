@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.attention import no_autocast
 from pipeline.models.convert.encoder import (
     Blocks,
     FeedForward2,
@@ -29,12 +28,12 @@ from pipeline.models.convert.encoder import (
     TokenVectors,
 )
 from pipeline.models.convert.quantisation import Table
-from pipeline.models.network import VectorNetwork, View
-from pipeline.models.polyencoder import (
+from pipeline.models.heads import (
+    VectorNetwork,
+    View,
     code_weights,
     learnt_code_vectors,
-    poly_scores,
-    poly_weights,
+    no_autocast,
 )
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.tokens import Tokens
@@ -48,7 +47,8 @@ class _Texts(NamedTuple):
 
 
 class ConvertNetwork(VectorNetwork):
-    """Contexts and candidates to encodings [E] of length 1."""
+    """Contexts and candidates to encodings [E] of length 1. Scores are cosines where there are no codes; the
+    factor of the loss is not in them."""
 
     scale: Tensor
 
@@ -88,10 +88,6 @@ class ConvertNetwork(VectorNetwork):
     @property
     def dimensions(self) -> int:
         return self.config.encoding_width
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.dimensions,)
 
     @property
     def new_weights(self) -> Sequence[nn.Parameter]:
@@ -155,16 +151,6 @@ class ConvertNetwork(VectorNetwork):
         hidden_BTD = self.blocks(self.tokens(tokens.ids_BT), tokens.mask_BT)
         h_NE: Tensor = self.candidate(self.reduction(hidden_BTD, tokens.mask_BT))
         return h_NE * self.length
-
-    def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """Cosines, where there are no codes; the factor of the loss is not in them."""
-        return poly_scores(vectors_BMD, mask_BM, candidates)
-
-    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        return poly_weights(vectors_BMD, mask_BM, candidates)
-
-    def cut(self, vectors: Tensor, width: int) -> Tensor:
-        return vectors[..., :width]
 
     def attention_to_tokens(self, tokens: Tokens) -> Tensor:
         """[B, M, T]: what each code takes of each token. Without codes [B, 1, T]: what the reduction takes,

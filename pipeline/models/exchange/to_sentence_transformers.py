@@ -28,10 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
-from pipeline.models.biencoder import BiEncoder
-from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.encoder import Encoder
+from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
 
