@@ -49,7 +49,7 @@ from pipeline import progress, storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
-from pipeline.models.convert.tokenizer import save_vocabulary
+from pipeline.models.convert_rt.tokenizer import save_vocabulary
 from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import Shape, ranker_config
@@ -90,7 +90,7 @@ _ALIKE = {
     *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "pool", "versions")),
     *(f"pipeline/models/{name}.py" for name in (
         "test_flops", "test_foreign_code", "test_settings", "test_sources", "test_tokens",
-        "convert/test_onnx", "convert/test_start", "convert/test_tokenizer",
+        "convert_rt/test_onnx", "convert_rt/test_start", "convert_rt/test_tokenizer",
         "exchange/test_parlai", "exchange/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
         "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),

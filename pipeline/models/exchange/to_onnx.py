@@ -7,9 +7,8 @@
 
 torch.onnx.export makes the graph of the model's own modules. Its weights are what the model's own file
 holds: the tables' levels in 8 bits, all others in 16, computed with in float32. Of blocks of 8 bits
-(`Ranker.quantise`) only the weights have 8 bits here. Inputs that are rounded as well, as in
-pipeline/models/convert/int8.py, make ONNX Runtime slower, and differ between runtimes where a level is
-nearly the next one.
+(`Ranker.quantise`) only the weights have 8 bits here. Inputs that are rounded as well, as by `Int8Linear`,
+make ONNX Runtime slower, and differ between runtimes where a level is nearly the next one.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import BadInput
-from pipeline.models.convert import ConvertNetwork
-from pipeline.models.convert.encoder import Places
-from pipeline.models.convert.int8 import Int8Linear, linear_layers, replace_layer
+from pipeline.models.convert_rt import ConvertNetwork
+from pipeline.models.convert_rt.encoder import Places
+from pipeline.models.convert_rt.quantisation import Int8Linear, linear_layers, replace_layer
 from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS
 

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.convert import int8
+from pipeline.models.convert_rt.quantisation import linear_layers, replace_layer
 from pipeline.models.exchange import to_onnx
 from pipeline.models.ranker import load_ranker
 
@@ -70,13 +70,13 @@ def test_blocks_of_8_bits_give_the_scores_of_their_weights(convert, tmp_path):
     tokens = ranker.tokenizer.batch(ranker.candidate_rows(TEXTS))
     context, candidate, _ = session.run(None, {"ids": tokens.ids_BT.numpy()})
     expected = load_ranker(tmp_path)
-    for name, layer in int8.linear_layers(expected.network.blocks).items():
+    for name, layer in linear_layers(expected.network.blocks).items():
         weight_OI = layer.levels_OI * layer.scale_O1
         plain = torch.nn.Linear(*weight_OI.shape[::-1], bias=layer.bias is not None)
         plain.weight.data = weight_OI
         if layer.bias is not None:
             plain.bias.data = layer.bias
-        int8.replace_layer(expected.network.blocks, name, plain)
+        replace_layer(expected.network.blocks, name, plain)
     inference.place(expected, torch.device("cpu"), "fp32")
     ours = inference.candidate_vectors(expected, TEXTS)
     vectors, _ = inference.context_vectors(expected, [[text] for text in TEXTS])

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.models.convert.fingerprint import fingerprint64
-from pipeline.models.convert.tokenizer import (
+from pipeline.models.convert_rt.tokenizer import (
     MARK,
     VOCABULARY,
     ConvertTokenizer,
     Subwords,
+    fingerprint64,
     join_earlier,
     load_vocabulary,
     runs,
@@ -171,7 +171,7 @@ def test_right_to_left_text_is_read_in_the_order_in_which_it_is_stored():
 def test_of_a_run_of_megabytes_the_beginning_decides(letter, monkeypatch):
     sizes = []
     monkeypatch.setattr(
-        "pipeline.models.convert.tokenizer.fingerprint64",
+        "pipeline.models.convert_rt.tokenizer.fingerprint64",
         lambda data: sizes.append(len(data)) or fingerprint64(data),
     )
     ids = Subwords(["a"], 1000).ids(letter * 3_000_000)

@@ -12,23 +12,31 @@ words have similar ones. Two directions of a token's vector are kept for the wei
     x = g + t(token) u + constant v,    query = v · x,    key = u · x,    softmax of query · key ~ rarity
 
 u and v stand in the embeddings and in the first norm's beta; the skip projection leaves them out.
-Of a bag of subwords (pipeline/models/convert/bag.py), g are the directions of its vectors and their lengths
-take the place of the rarity; the skip projection turns sums of g back into the teacher's space.
+Of a bag of subwords, g are the directions of its vectors and their lengths take the place of the rarity; the
+skip projection turns sums of g back into the teacher's space. `fit_bag` makes the vectors, whose sums follow
+a teacher's:
+
+    text → Σ weight(subword) vector(subword)          a bag of subwords: their order is lost
+
+It learns in seconds what ConveRT's blocks take half an hour for: fitted to all-MiniLM's vectors of 160,000
+pairs of Reddit it ranks 36 % of 1-of-100 right (all-MiniLM 44 %, TF-IDF 27 %).
 
 All weights are trained further; the other layers start small.
 
-D dimensions, E of an encoding, V subwords.
+D dimensions, E of an encoding or a teacher's vector, V subwords.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline.models.convert.network import ConvertNetwork
+from pipeline.models.convert_rt.encoder import ConvertNetwork
+from pipeline.models.losses import cosine_loss
 
 _EMBEDDINGS = 0.4
 """Largest number of a random embedding: a step of AdamW, some 0.001, is small beside it."""
@@ -39,6 +47,10 @@ _REDUCTION = 0.1  # likewise, in queries and keys
 _CONSTANT, _RARITY = 0.3, 0.45  # shares of a vector's length along v, and at most along u
 _LEAST_LENGTH = -5.0  # ln of a vector's length over the longest one's, at least
 _POWER = 1.5  # of the inverse document frequency (R@1 of 1,000 Reddit pairs: 27.7 with 1, 28.5, 27.7 with 2)
+# Of a bag.
+_PASSES, _BATCH, _RATE = 2, 1024, 3e-3  # others: 35.5 to 36.4 % of the same 3,500 pairs
+_LEAST_STEPS = 200  # of few texts: more passes
+_SPREAD = 0.01  # of new vectors
 
 
 def rarity(holding_V: Tensor, texts: int) -> Tensor:
@@ -57,7 +69,7 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
 
 @torch.no_grad()
 def start_from_taught_words(network: ConvertNetwork, vectors_VE: Tensor) -> None:
-    """Sets the weights of a new network, by torch's generator, so that it encodes as `bag.fit`'s vectors.
+    """Sets the weights of a new network, by torch's generator, so that it encodes as `fit_bag`'s vectors.
 
     E is the length of an encoding. Subwords of hash buckets have random vectors, which count least.
     """
@@ -70,7 +82,7 @@ def start_from_taught_words(network: ConvertNetwork, vectors_VE: Tensor) -> None
     to_width_ED = _rotation(vectors_VE, width, u_D, v_D)
     table = network.tokens.subwords.weight
     assert table is not None
-    g_VD = torch.nn.functional.normalize(vectors_VE @ to_width_ED, dim=1)
+    g_VD = nn.functional.normalize(vectors_VE @ to_width_ED, dim=1)
     along_u_V1 = (table[: len(g_VD)] @ u_D)[:, None]
     table[: len(g_VD)] = _DEVIATION * math.sqrt(width) * g_VD + along_u_V1 * u_D
     heads = network.config.reduction_heads
@@ -113,7 +125,7 @@ def _set_weights(
             side.out.weight.mul_(_BRANCHES)
     # Vectors of length √H are added to means of encodings, of length 1/2 to 1, and to encodings.
     if network.combined is not None and network.combined_skip is not None:
-        torch.nn.init.eye_(network.combined_skip.weight)
+        nn.init.eye_(network.combined_skip.weight)
         hidden = network.combined.out.weight.shape[0]
         network.combined.out.weight.mul_(_BRANCHES / (2 * math.sqrt(hidden)))
     if network.code_projection is not None:
@@ -127,7 +139,7 @@ def _set_weights(
             weight *= _REDUCTION
             weight[:, 0] = math.sqrt(slope) * direction_D
     heads = network.config.reduction_heads
-    skip_DE = torch.nn.init.orthogonal_(torch.empty(width, network.dimensions))
+    skip_DE = nn.init.orthogonal_(torch.empty(width, network.dimensions))
     skip_DE -= u_D[:, None] * (u_D @ skip_DE) + v_D[:, None] * (v_D @ skip_DE)
     network.skip.weight.copy_(skip_DE.repeat(heads, 1) / math.sqrt(heads))
 
@@ -156,3 +168,50 @@ def _rotation(vectors_VE: Tensor, width: int, u_D: Tensor, v_D: Tensor) -> Tenso
 def _project_out(rows_VD: Tensor, *directions: Tensor) -> None:
     for direction_D in directions:
         rows_VD -= (rows_VD @ direction_D)[:, None] * direction_D
+
+
+def bag_steps(texts: int) -> int:
+    """Steps in which `fit_bag` reads so many texts."""
+    return _passes(texts) * _batches(texts)
+
+
+def _passes(texts: int) -> int:
+    return max(_PASSES, -(-_LEAST_STEPS // _batches(texts)))
+
+
+def _batches(texts: int) -> int:
+    return max(1, -(-texts // _BATCH))
+
+
+def fit_bag(rows: Sequence[Sequence[int]], teacher_NE: Tensor, log_weight_V: Tensor) -> Tensor:
+    """[V, E] float32: vectors whose lengths are the subwords' weights.
+
+    rows: the ids of N texts, from 0 to V - 1. `log_weight_V`: of the weights at first, the rarity of a
+    subword. The same texts give the same vectors. A subword that is in no text has zeros.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(log_weight_V), teacher_NE.shape[1])
+    vectors_VE = nn.Parameter(_SPREAD * torch.randn(shape, generator=generator))
+    log_weight_V = nn.Parameter(log_weight_V.float().clone())
+    optimizer = torch.optim.Adam([vectors_VE, log_weight_V], lr=_RATE)
+    filled = torch.tensor([number for number, row in enumerate(rows) if row], dtype=torch.long)
+    is_found_V = torch.zeros(len(log_weight_V), dtype=torch.bool)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, bag_steps(len(filled)))
+    for _ in range(_passes(len(filled))):
+        order = torch.randperm(len(filled), generator=generator)
+        for numbers in torch.split(filled[order], _BATCH):
+            batch = [rows[number] for number in numbers.tolist()]
+            ids = torch.tensor([subword for row in batch for subword in row])
+            starts = torch.tensor([0, *map(len, batch[:-1])]).cumsum(0)
+            is_found_V[ids] = True
+            # Not log_weight_V[ids], whose gradient threads add up in any order.
+            weights = nn.functional.embedding(ids, log_weight_V[:, None])[:, 0].exp()
+            sums = nn.functional.embedding_bag(
+                ids, vectors_VE, starts, mode="sum", per_sample_weights=weights
+            )
+            loss = cosine_loss(sums, teacher_NE[numbers].float())
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            decay.step()
+    return (vectors_VE * (log_weight_V.exp() * is_found_V)[:, None]).detach()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.models import inference
-from pipeline.models.convert.tokenizer import save_vocabulary
+from pipeline.models.convert_rt.tokenizer import save_vocabulary
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 

@@ -20,15 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.config import BadInput
-from pipeline.models.convert import int8
-from pipeline.models.convert.network import ConvertNetwork
-from pipeline.models.convert.quantisation import Table, dequantise
-from pipeline.models.convert.start import (
+from pipeline.models.convert_rt.encoder import ConvertNetwork
+from pipeline.models.convert_rt.quantisation import (
+    Int8Linear,
+    Table,
+    dequantise,
+    linear_layers,
+    replace_layer,
+)
+from pipeline.models.convert_rt.start import (
     rarity,
     start_from_shared_words,
     start_from_taught_words,
 )
-from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
+from pipeline.models.convert_rt.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.encoder import read_weights
 from pipeline.models.settings import ConvertConfig
 
@@ -87,11 +92,11 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
             low, high = weights.pop(f"{name}.{_RANGE}").tolist()
             table.freeze(weights.pop(f"{name}.{_LEVELS}"), low, high)
     if config.saves_int8:
-        for name in int8.linear_layers(network.blocks):
+        for name in linear_layers(network.blocks):
             levels, scale = (weights.pop(f"{_BLOCKS}{name}.{part}") for part in (_LEVELS, _SCALE))
             bias = weights.pop(f"{_BLOCKS}{name}.bias", None)
-            layer = int8.Int8Linear(levels, scale, None if bias is None else bias.float())
-            int8.replace_layer(network.blocks, name, layer)
+            layer = Int8Linear(levels, scale, None if bias is None else bias.float())
+            replace_layer(network.blocks, name, layer)
     network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     return tokenizer, network
 
@@ -108,9 +113,9 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
             weights[f"{name}.{_LEVELS}"] = levels
             weights[f"{name}.{_RANGE}"] = torch.tensor([low, high])
     if network.config.saves_int8:
-        for name, layer in int8.linear_layers(network.blocks).items():
+        for name, layer in linear_layers(network.blocks).items():
             weights.pop(f"{_BLOCKS}{name}.weight", None)
-            int8_layer = layer if isinstance(layer, int8.Int8Linear) else int8.Int8Linear.of(layer)
+            int8_layer = layer if isinstance(layer, Int8Linear) else Int8Linear.of(layer)
             weights[f"{_BLOCKS}{name}.{_LEVELS}"] = int8_layer.levels_OI
             weights[f"{_BLOCKS}{name}.{_SCALE}"] = int8_layer.scale_O1
             if int8_layer.bias is not None:
@@ -152,7 +157,7 @@ def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
 
 
 def save_vectors(vectors_VE: Tensor, folder: Path) -> None:
-    """The vectors of the subwords, in the order of the ids (pipeline/models/convert/bag.py)."""
+    """The vectors of the subwords, in the order of the ids (`fit_bag`)."""
     save_file({"vectors": vectors_VE.half()}, folder / VECTORS)
 
 
@@ -199,7 +204,7 @@ def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, T
             expected[f"{name}.{_LEVELS}"] = expected.pop(f"{name}.weight")
             expected[f"{name}.{_RANGE}"] = torch.empty(2)
     if config.saves_int8:
-        for name in int8.linear_layers(network.blocks):
+        for name in linear_layers(network.blocks):
             weight = expected.pop(f"{_BLOCKS}{name}.weight")
             expected[f"{_BLOCKS}{name}.{_LEVELS}"] = weight
             expected[f"{_BLOCKS}{name}.{_SCALE}"] = torch.empty(len(weight), 1)

@@ -9,10 +9,9 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.convert import bag
-from pipeline.models.convert.files import COUNTS, VECTORS, save_counts, save_vectors
-from pipeline.models.convert.start import rarity
-from pipeline.models.convert.tokenizer import MARK, save_vocabulary
+from pipeline.models.convert_rt.folder import COUNTS, VECTORS, save_counts, save_vectors
+from pipeline.models.convert_rt.start import fit_bag, rarity
+from pipeline.models.convert_rt.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 
@@ -135,7 +134,7 @@ def test_a_bag_finds_the_words_directions_and_how_much_each_counts():
     true_VE = torch.randn(20, 16, generator=generator)
     teacher_NE = torch.stack([true_VE[row[:3]].sum(dim=0) for row in rows])
     rows[5] = []
-    found_VE = bag.fit(rows, teacher_NE.half(), torch.zeros(23))
+    found_VE = fit_bag(rows, teacher_NE.half(), torch.zeros(23))
     assert torch.equal(found_VE[22], torch.zeros(16))  # it is in no text
     cosines = torch.nn.functional.cosine_similarity(found_VE[:20], true_VE)
     assert cosines.min() > 0.95
@@ -152,7 +151,7 @@ def test_a_bag_is_the_same_every_time_with_several_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, again = (bag.fit(rows, teacher_NE, torch.zeros(50)) for _ in range(2))
+        first, again = (fit_bag(rows, teacher_NE, torch.zeros(50)) for _ in range(2))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(first, again)
