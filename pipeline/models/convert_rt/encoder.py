@@ -297,8 +297,12 @@ class Reduction(nn.Module):
 
     def __init__(self, width: int, projection: int, heads: int) -> None:
         super().__init__()
-        self.queries = nn.ParameterList(_xavier(width, projection) for _ in range(heads))
-        self.keys = nn.ParameterList(_xavier(width, projection) for _ in range(heads))
+        self.queries, self.keys = (
+            nn.ParameterList(
+                nn.init.xavier_uniform_(torch.empty(width, projection)) for _ in range(heads)
+            )
+            for _ in range(2)
+        )
 
     def forward(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         with no_autocast(hidden_BTD):
@@ -310,10 +314,6 @@ class Reduction(nn.Module):
         weights_BHT = token_weights(hidden_BTD.float(), mask_BT, queries, keys)
         weights_BT = weights_BHT.mean(dim=1)
         return weights_BT / weights_BT.sum(dim=1, keepdim=True).clamp(min=1e-9)
-
-
-def _xavier(inputs: int, outputs: int) -> nn.Parameter:
-    return nn.Parameter(nn.init.xavier_uniform_(torch.empty(inputs, outputs)))
 
 
 class FeedForward2(nn.Module):
@@ -416,8 +416,8 @@ class ConvertNetwork(VectorNetwork):
         return self.scale / self.length**2
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        view = self.context_views(tokens)[0]
-        return view.vectors_BMD, view.mask_BM
+        vectors_BMD, mask_BM = self.context_views(tokens)[0]
+        return vectors_BMD, mask_BM
 
     def context_views(self, tokens: Tokens) -> list[View]:
         """The combined encoding, that of the newest turn, and that of the earlier turns: each is to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 
 import numpy as np
@@ -31,6 +32,10 @@ from pipeline.models.tokens import Tokens
 HIDDEN = [[1, 0], [0, 1], [1, 1]]
 CODES = [[1, 0], [0, 2]]
 CANDIDATES = [[1, 1], [2, -1]]
+
+
+def test_the_former_module_still_imports():
+    assert importlib.import_module("pipeline.models.polyencoder").poly_scores is poly_scores
 
 
 def softmax(logits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 
@@ -61,6 +62,10 @@ class Stored:
         start = f"{self._graph}.weights.{side}."
         return {name.removeprefix(start): torch.from_numpy(value)
                 for name, value in self._arrays.items() if name.startswith(start)}  # fmt: skip
+
+
+def test_the_former_package_still_imports():
+    assert importlib.import_module("pipeline.models.convert").token_vectors is token_vectors
 
 
 @pytest.fixture(params=GRAPHS)
@@ -254,7 +259,7 @@ def test_codes_give_a_context_several_vectors_that_are_compared_as_a_poly_encode
     scores = ranker.dual.scores(vectors_BMD, mask_BM, candidates_CD)
     close(scores, (weights * logits).sum(axis=2))
     assert not torch.allclose(vectors_BMD[0, 0], vectors_BMD[0, 1], atol=1e-3)
-    attended = attention_to_tokens(ranker, ["a b", "the cat"])
+    attended = attention_to_tokens(ranker, *ranker.context_rows([["a b", "the cat"]]))
     torch.testing.assert_close(attended.weights_MT.sum(dim=1), torch.ones(3))
     assert len({tuple(row) for row in attended.weights_MT.tolist()}) == 3
     views = ranker.dual.context_views(ranker.tokenizer.batch(ranker.context_rows(CONTEXTS)))
@@ -450,7 +455,7 @@ def test_settings_out_of_range_are_refused(settings):
 
 def test_what_it_explains_adds_up_to_1(convert):
     ranker = convert(earlier_turns=10)
-    attended = attention_to_tokens(ranker, ["a b", "the cat"])
+    attended = attention_to_tokens(ranker, *ranker.context_rows([["a b", "the cat"]]))
     assert attended.weights_MT.shape == (1, len(attended.tokens))
     torch.testing.assert_close(attended.weights_MT.sum(), torch.tensor(1.0))
     divider = attended.tokens.index("\n")
