@@ -238,17 +238,12 @@ def prepare_for_training(
     default, SDPA. A model with FlashAttention-2 is validated under bf16 autocast, too.
     """
     bf16 = resolve_precision(precision, device) == "bf16"
+    has_flash = device.type == "cuda" and bf16 and find_spec("flash_attn")
     for part in module.modules():
-        if isinstance(part, Encoder):
-            if device.type == "cpu":
-                cpu.accelerate(part.hf)
-            elif (
-                device.type == "cuda"
-                and bf16
-                and find_spec("flash_attn")
-                and part.hf._supports_flash_attn
-            ):
-                part.hf.set_attn_implementation("flash_attention_2")
+        if isinstance(part, Encoder) and device.type == "cpu":
+            cpu.accelerate(part.hf)
+        elif isinstance(part, Encoder) and has_flash and part.hf._supports_flash_attn:
+            part.hf.set_attn_implementation("flash_attention_2")
 
 
 def _quiet() -> None:

@@ -312,13 +312,11 @@ class MultiHead(nn.Module):
         with no_autocast(keys_BTD):
             queries, keys_BTHK = self._split(self.q(queries)), self._split(self.k(keys_BTD))
             logits_BHQT = torch.einsum(f"{axes},bthk->bhqt", queries, keys_BTHK)
-            return masked_softmax(self._scale(logits_BHQT), mask_BT[:, None, None, :])
+            logits_BHQT = logits_BHQT / math.sqrt(keys_BTHK.shape[-1])
+            return masked_softmax(logits_BHQT, mask_BT[:, None, None, :])
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.reshape(*rows.shape[:-1], self.heads, -1)
-
-    def _scale(self, logits: Tensor) -> Tensor:
-        return logits / math.sqrt(self.q.in_features // self.heads)
 
 
 class DualEncoder(VectorNetwork):
@@ -461,7 +459,6 @@ class PolyEncoder(DualEncoder):
         if config.candidate_attention == "multi_head":
             candidate_heads = MultiHead(self.full_width, heads)
         self.codes_MD, self.code_heads, self.candidate_heads = codes_MD, code_heads, candidate_heads
-
         self._code_attention: Attention = (
             "scaled_dot" if config.code_attention == "scaled_dot" else "dot"
         )
