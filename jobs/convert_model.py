@@ -54,11 +54,12 @@ def run(config: Config) -> program.Summary:
     folder, source = _open(config.model)
 
     from pipeline import tracking
-    from pipeline.models.exchange import card, from_anywhere, to_onnx, to_sentence_transformers
+    from pipeline.models import interop
+    from pipeline.models.interop import card, sentence_transformers, to_onnx
 
     kind = "ranker" if config.to == "polyrank" else config.to
     with tempfile.TemporaryDirectory() as scratch:
-        ranker = from_anywhere.load(folder, config.max_context_tokens, config.max_candidate_tokens)
+        ranker = interop.load(folder, config.max_context_tokens, config.max_candidate_tokens)
         if config.dimensions:
             ranker.cut(config.dimensions)
         if config.int8:
@@ -68,7 +69,7 @@ def run(config: Config) -> program.Summary:
         elif kind == "onnx":
             to_onnx.export(ranker, Path(scratch))
         else:
-            to_sentence_transformers.export(ranker, Path(scratch))
+            sentence_transformers.export(ranker, Path(scratch))
         (Path(scratch) / card.CARD).write_text(
             card.card(ranker, kind, config.model), encoding="utf-8"
         )

@@ -11,7 +11,7 @@ from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.engine.draft import draft
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.options.unread import read_when
 from pipeline.training.settings import TOKENS, LoopConfig, PretrainConfig, TokenizeConfig, Workers

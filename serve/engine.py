@@ -24,9 +24,9 @@ from pipeline.config import BadInput
 from pipeline.engine.resources import best_device
 from pipeline.models import explanation, inference
 from pipeline.models.explanation import Explained
-from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
+from pipeline.models.settings import Attention
 from pipeline.pools.lock import lease
 from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker

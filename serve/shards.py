@@ -24,8 +24,7 @@ import torch
 
 from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
-from pipeline.models.polyencoder import Attention
-from pipeline.models.settings import read_settings
+from pipeline.models.settings import Attention, read_settings
 from pipeline.pools.lock import lease
 from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.pools.shard import PoolPart

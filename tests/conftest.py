@@ -49,13 +49,12 @@ from pipeline import progress, storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
-from pipeline.models.convert.tokenizer import save_vocabulary
+from pipeline.models.convert_rt.tokenizer import save_vocabulary
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import new_ranker
-from pipeline.models.settings import ranker_config
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
@@ -91,8 +90,8 @@ _ALIKE = {
     *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "pool", "versions")),
     *(f"pipeline/models/{name}.py" for name in (
         "test_flops", "test_foreign_code", "test_settings", "test_sources", "test_tokens",
-        "convert/test_onnx", "convert/test_start", "convert/test_tokenizer",
-        "exchange/test_parlai", "exchange/test_sentence_transformers")),
+        "convert_rt/test_onnx", "convert_rt/test_start", "convert_rt/test_tokenizer",
+        "interop/test_parlai", "interop/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
         "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
 }  # fmt: skip

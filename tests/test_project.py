@@ -154,7 +154,7 @@ def test_every_recipe_is_used_or_documented():
         ROOT / "jobs" / "configs" / name for name in (*demos, "finetune/pairs.yaml")
     } | used
     assert "configs/finetune/pairs.yaml" in (ROOT / "README.md").read_text()
-    page = (ROOT / "pipeline" / "models" / "convert" / "README.md").read_text()
+    page = (ROOT / "pipeline" / "models" / "convert_rt" / "README.md").read_text()
     convert = {r for r in RECIPES if r.stem.startswith("convert_")}
     assert all(f"`{recipe.stem}`" in page for recipe in convert)
     assert {r for r in RECIPES if r.parent.name != "pretrain"} == finetuning | convert

@@ -129,7 +129,7 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
     """A function that encodes the texts as `inference` does: by length, some 2,048 tokens at a time."""
     import onnxruntime
 
-    from pipeline.models.exchange import to_onnx
+    from pipeline.models.interop import to_onnx
 
     folder.mkdir()
     to_onnx.export(ranker, folder)

@@ -32,8 +32,8 @@ from pipeline.config import require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import load_ranker
-from pipeline.models.transformer import Encoder
 from pipeline.pools.pool import Pool
 
 _TOKENS = 256

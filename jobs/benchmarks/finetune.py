@@ -34,8 +34,8 @@ from pipeline.config import BadInput, parse, require
 from pipeline.engine.resources import best_device
 from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import ScorerResult, compare_all
+from pipeline.models.encoder import set_dropout
 from pipeline.models.sources import open_encoder
-from pipeline.models.transformer import set_dropout
 from pipeline.training.loop import warmup_of
 
 Precision = Literal["bf16", "fp32"]

@@ -26,10 +26,10 @@ from jobs.benchmarks.measure import BenchmarkRow, in_turn, source, write_rows
 from jobs.benchmarks.pretrain import bare_step
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import TrainingFlops, peak_flops
-from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import PretrainingModel
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.tokens import Tokens
 from pipeline.pools import device_rows
 from pipeline.pools.pool import Pool

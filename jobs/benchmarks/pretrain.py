@@ -35,7 +35,7 @@ from pipeline import storage, tracking
 from pipeline.artifact import open_artifact
 from pipeline.config import digest, parse
 from pipeline.models import cpu
-from pipeline.models.placement import prepare_for_training
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.precision import resolve_precision
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.loop import Optimization, optimization

@@ -10,13 +10,12 @@ from torch import Tensor, device
 
 from pipeline.classification.settings import EncodeConfig
 from pipeline.config import require
-from pipeline.models import inference
-from pipeline.models.exchange import from_anywhere
+from pipeline.models import inference, interop
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import Ranker, new_network
 from pipeline.models.settings import SETTINGS, BiConfig
 from pipeline.models.sources import SENTENCE_TRANSFORMERS
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def _load_ranker(folder: Path, config: EncodeConfig) -> Ranker:
             config.max_tokens,
             f"0, {hint}",
         )
-        return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
+        return interop.load(folder, config.max_tokens, config.max_tokens)
     encoder = Encoder.load(folder)
     tokens = config.max_tokens or encoder.positions
     settings = BiConfig(

@@ -44,34 +44,22 @@ def explain(
 ) -> Explained:
     """Explains the scores of candidates for a context, a row of `Ranker.context_rows`, with these vectors.
 
-    Raises BadInput for a ranker whose contexts have no vectors.
+    Raises BadInput for a ranker whose contexts have no vectors; so do the functions below.
     """
     weights_CM = candidate_weights(ranker, vectors_MD, mask_M, candidates_CD)
-    return Explained(attention_of_row(ranker, row), weights_CM)
+    return Explained(attention_to_tokens(ranker, row), weights_CM)
 
 
-def attention_to_tokens(ranker: Ranker, context: Sequence[str]) -> Attended:
-    """Which tokens each of the context's vectors attends to.
-
-    Raises BadInput for a ranker whose contexts have no vectors.
-    """
-    (row,) = ranker.context_rows([context])
-    return attention_of_row(ranker, row)
-
-
-def attention_of_row(ranker: Ranker, row: Sequence[int]) -> Attended:
-    """As `attention_to_tokens`, for a context that `Ranker.context_rows` has tokenised."""
-    weights_MT = inference.attention_to_tokens(ranker, row)
+def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Attended:
+    """Which tokens of a row of `Ranker.context_rows` each of the context's vectors attends to."""
+    (weights_MT,) = inference.encode_rows(ranker, [row], ranker.dual.attention_to_tokens)
     return Attended(ranker.tokenizer.pieces(row), weights_MT)
 
 
 def candidate_weights(
     ranker: Ranker, vectors_MD: Tensor, mask_M: Tensor, candidates_CD: Tensor
 ) -> Tensor:
-    """[C, M]: how much each of the context's vectors counts in each candidate's score; rows add up to 1.
-
-    Raises BadInput for a ranker whose contexts have no vectors.
-    """
+    """[C, M]: how much each of the context's vectors counts in each candidate's score; rows add up to 1."""
     network, device = ranker.dual, ranker.device
     inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from pipeline.models.transformer import Encoder
+from pipeline.models.encoder import Encoder
 
 # bf16 with float32 sums, dense (without the 2:4 sparsity that data sheets double it by), in 10¹² a second.
 # The first row whose words are all in the device's name counts. Sources: NVIDIA's data sheets of each.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from pipeline.models import cpu
-from pipeline.models.network import TextEncoder
+from pipeline.models.encoder import TextEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
@@ -128,7 +128,7 @@ def row_vectors(
     ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
 ) -> Tensor:
     """[N, D] for N candidates that `Ranker.candidate_rows` has tokenised, in their order."""
-    return _encode_rows(ranker, rows, batch_tokens, ranker.dual.encode_candidates)
+    return encode_rows(ranker, rows, ranker.dual.encode_candidates, batch_tokens)
 
 
 def context_vectors(
@@ -148,13 +148,28 @@ def context_row_vectors(
         # One tensor for both: the mask travels as a last column.
         return torch.cat([vectors_BMD.float(), mask_BM[:, :, None].float()], dim=2)
 
-    outputs = _encode_rows(ranker, rows, batch_tokens, encode)
+    outputs = encode_rows(ranker, rows, encode, batch_tokens)
     return outputs[:, :, :-1], outputs[:, :, -1] > 0
 
 
 def text_row_vectors(ranker: Ranker, rows: Sequence[Sequence[int]]) -> Tensor:
     """[N, F]: one vector each of N contexts that `Ranker.context_rows` has tokenised, in their order."""
-    return _encode_rows(ranker, rows, BATCH_TOKENS, ranker.dual.encode_texts)
+    return encode_rows(ranker, rows, ranker.dual.encode_texts)
+
+
+def encode_rows(
+    ranker: Ranker,
+    rows: Sequence[Sequence[int]],
+    encode: Callable[[Tokens], Tensor],
+    batch_tokens: int = BATCH_TOKENS,
+) -> Tensor:
+    """What `encode` makes of rows of token ids, in their order."""
+
+    def forward(places: list[int]) -> Tensor:
+        tokens = ranker.tokenizer.batch([rows[place] for place in places])
+        return encode(tokens.to(ranker.device))
+
+    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
 
 
 def vector_scores(
@@ -166,14 +181,6 @@ def vector_scores(
         inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
         scores_C: Tensor = ranker.dual.scores(*inputs)[0].cpu()
     return scores_C
-
-
-def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
-    """[M, T]: how much each vector of a context, a row of `Ranker.context_rows`, takes of each token.
-
-    Raises BadInput for a ranker whose contexts have no vectors.
-    """
-    return _encode_rows(ranker, [row], BATCH_TOKENS, ranker.dual.attention_to_tokens)[0]
 
 
 def pair_scores(
@@ -205,19 +212,6 @@ def pair_row_scores(
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
     return _run_in_batches(ranker, lengths, batch_tokens, forward)
-
-
-def _encode_rows(
-    ranker: Ranker,
-    rows: Sequence[Sequence[int]],
-    batch_tokens: int,
-    encode: Callable[[Tokens], Tensor],
-) -> Tensor:
-    def forward(places: list[int]) -> Tensor:
-        tokens = ranker.tokenizer.batch([rows[place] for place in places])
-        return encode(tokens.to(ranker.device))
-
-    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
 
 
 def _run_in_batches(

@@ -20,11 +20,11 @@ from transformers import AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.config import BadInput
+from pipeline.models.encoder import Encoder, load_pretrained, new_config, read_weights
+from pipeline.models.heads import reduce
 from pipeline.models.losses import false_negatives, ranking_loss, right_above_all
-from pipeline.models.reduction import reduce
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, load_pretrained, new_config, read_weights
 
 NEXT_HEAD = "next_head.safetensors"
 # Predicted positions whose logits are in memory at once. Each takes some 360 kB on the way back with a
@@ -147,7 +147,7 @@ class PretrainingModel(nn.Module):
             next_hits = ((logits_B.detach() > 0) == is_next_B).sum().float()
             pairs = zero + len(is_next_B)
         if answer_keys_BS is not None:
-            vectors = reduce(hidden_BTD.float(), tokens.mask_BT, "mean", 0)
+            vectors = reduce(hidden_BTD.float(), tokens.mask_BT)
             contrastive_sum, next_hits = _contrastive(vectors, answer_keys_BS)
             next_sum = next_sum + contrastive_sum
             pairs = zero + len(answer_keys_BS)

@@ -7,7 +7,7 @@
     head.safetensors       codes, projections and attention of a bi- or poly-encoder, the linear
                            layer of a cross-encoder
 
-A ConveRT model has files of its own instead of folders (pipeline/models/convert/files.py). Weights are
+A ConveRT model has files of its own instead of folders (pipeline/models/convert_rt/folder.py). Weights are
 safetensors, so that loading a model never runs code of its maker.
 """
 
@@ -24,14 +24,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
-from pipeline.models import convert
-from pipeline.models.biencoder import BiEncoder
-from pipeline.models.convert import ConvertNetwork, ConvertTokenizer
-from pipeline.models.convert.int8 import Int8Linear
-from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.network import PairNetwork, VectorNetwork
-from pipeline.models.polyencoder import PolyEncoder
+from pipeline.models import convert_rt
+from pipeline.models.convert_rt import ConvertNetwork, ConvertTokenizer
+from pipeline.models.convert_rt.quantisation import Int8Linear
+from pipeline.models.encoder import Encoder, read_weights
+from pipeline.models.heads import (
+    BiEncoder,
+    CrossEncoder,
+    DualEncoder,
+    PairNetwork,
+    PolyEncoder,
+    VectorNetwork,
+)
 from pipeline.models.precision import Precision
 from pipeline.models.pretraining_heads import read_next_head
 from pipeline.models.settings import (
@@ -46,7 +50,6 @@ from pipeline.models.settings import (
     read_settings,
 )
 from pipeline.models.tokens import RowTokenizer, Tokenizer, Tokens
-from pipeline.models.transformer import Encoder, read_weights
 
 OnEncoder = DualEncoder | CrossEncoder
 RankerNetwork = OnEncoder | ConvertNetwork
@@ -135,7 +138,7 @@ class Ranker(nn.Module):
             raise BadInput("int8: true is not allowed; allowed: false, but for architecture 'convert' with "
                            "ranker.quantised true")  # fmt: skip
         self.config = network.config = replace(config, block_weights="int8")
-        convert.quantise_blocks(network.blocks)
+        convert_rt.quantise_blocks(network.blocks)
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +176,7 @@ class Ranker(nn.Module):
         (folder / SETTINGS).write_text(settings + "\n", encoding="utf-8")
         if isinstance(self.network, ConvertNetwork):
             assert isinstance(self.tokenizer, ConvertTokenizer)
-            convert.save(self.network, self.tokenizer, folder)
+            convert_rt.save(self.network, self.tokenizer, folder)
             return
         for name, encoder in _towers(self.network, self.config).items():
             encoder.save(folder / name)
@@ -192,7 +195,7 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     Raises BadInput where the encoder has no tokenizer, or fewer positions than the settings need.
     """
     if isinstance(config, ConvertConfig):
-        return Ranker(config, *convert.new(config, encoder_folder, seed))
+        return Ranker(config, *convert_rt.new(config, encoder_folder, seed))
     encoder, candidate_encoder = Encoder.load(encoder_folder), None
     if config.has_two_towers and encoder_folder.name == _CONTEXTS:
         candidate_folder = encoder_folder.parent / _CANDIDATES
@@ -219,7 +222,7 @@ def load_ranker(folder: Path) -> Ranker:
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
     config = read_settings(str(folder))
     if isinstance(config, ConvertConfig):
-        return Ranker(config, *convert.load(config, folder)).eval()
+        return Ranker(config, *convert_rt.load(config, folder)).eval()
     name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS
     encoder = Encoder.load(folder / name)
     candidate_encoder = Encoder.load(folder / _CANDIDATES) if config.has_two_towers else None

@@ -222,7 +222,6 @@ class Tokenizer:
         return rows
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
-        """Pads rows of `contexts` or `candidates`."""
         return pad_rows(rows, self.pad)
 
     def pairs(

@@ -127,7 +127,7 @@ class Ranker:
 
         Raises BadInput for a model that a ranker cannot reproduce.
         """
-        from pipeline.models.exchange import from_sentence_transformers
+        from pipeline.models.interop import sentence_transformers
         from pipeline.ranking import ranker_files
 
         for name, value in (
@@ -135,9 +135,9 @@ class Ranker:
             ("max_candidate_tokens", max_candidate_tokens),
         ):
             require(value >= 0, name, value, ">= 0")
-        lengths = from_sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
+        lengths = sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
         folder = ranker_files.external_folder(str(path))
-        module = from_sentence_transformers.load(folder, lengths)
+        module = sentence_transformers.load(folder, lengths)
         prompts = {"context_prompt": context_prompt, "candidate_prompt": candidate_prompt}
         set_prompts: dict[str, Any] = {
             n: prompt for n, prompt in prompts.items() if prompt is not None

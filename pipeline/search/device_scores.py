@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import Floats, Ints
-from pipeline.models.attention import no_autocast
+from pipeline.models.heads import no_autocast
 from pipeline.pools.device_rows import DeviceRows
 
 _UNIT, _BF16, _TINY = 2.0**-24, 2.0**-8, 2.0**-126

@@ -27,7 +27,7 @@ import torch
 
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.config import BadInput, require
-from pipeline.models.polyencoder import Attention
+from pipeline.models.settings import Attention
 from pipeline.pools.pool import Method, Pool
 from pipeline.pools.vector_format import Layer
 from pipeline.search import approximate, device

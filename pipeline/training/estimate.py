@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.cost import Estimate
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import TrainingFlops
-from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import resolve_precision
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Task

@@ -11,10 +11,10 @@ from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
 from pipeline.evaluation.questions import Questions, validation_questions
 from pipeline.evaluation.ranking import RankerScorer, rank
+from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
-from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 from pipeline.training.data import (
     TEACHER_COLUMNS,
     Batches,

@@ -37,8 +37,8 @@ from pipeline.engine.messages import listening
 from pipeline.engine.resources import best_device, cpus_each
 from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import peak_flops
-from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import Resolved
 from pipeline.storage import node_cache
 from pipeline.storage.failures import cause_of

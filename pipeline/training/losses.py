@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
+from pipeline.models.heads import PairNetwork, VectorNetwork
 from pipeline.models.losses import (
     TEACHING,
     cosine_loss,
@@ -33,7 +34,6 @@ from pipeline.models.losses import (
     ranking_loss,
     right_above_all,
 )
-from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
 from pipeline.training.loop import Autocast, Backward, StepMetrics
 from pipeline.training.settings import Distillation, NegativesFrom

@@ -23,7 +23,7 @@ from pipeline.config import BadInput, require
 from pipeline.models.flops import TrainingFlops
 from pipeline.models.precision import resolve_precision
 from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.loop import (

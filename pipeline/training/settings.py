@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pipeline.config import NOT_IDENTITY, require
-from pipeline.models.shape import TrainLayers
+from pipeline.models.settings import TrainLayers
 from pipeline.options.unread import default_of, read_when
 
 TRAINING_STATE = "training_state"

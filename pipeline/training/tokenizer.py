@@ -20,10 +20,9 @@ from pipeline import cost, storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import example_files
-from pipeline.models.convert import bag
-from pipeline.models.convert.files import save_counts, save_vectors
-from pipeline.models.convert.start import rarity
-from pipeline.models.convert.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
+from pipeline.models.convert_rt.folder import save_counts, save_vectors
+from pipeline.models.convert_rt.start import bag_steps, fit_bag, rarity
+from pipeline.models.convert_rt.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
 from pipeline.training.data import (
     TEACHER_CONTEXT,
@@ -111,7 +110,7 @@ def estimate(corpora: Sequence[Artifact], config: TokenizerConfig) -> cost.Estim
         texts = 2 * sum(min(share, count) for count in corpus_rows)
         dimensions = max(map(teacher_dimensions, corpora))
         numbers = config.vocabulary * dimensions
-        work |= {"taught texts": texts, "fitted numbers": bag.steps(texts) * numbers}
+        work |= {"taught texts": texts, "fitted numbers": bag_steps(texts) * numbers}
         memory_bytes = (
             _PROCESS_BYTES
             + _EXAMPLE_BYTES * rows
@@ -252,7 +251,7 @@ def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact], share: int) ->
             f"{uris}: a teacher's vector is not finite; allowed: none such, or tokenizer.vectors false"
         )
     log_weight_V = rarity(torch.tensor(learnt.holding), learnt.texts)
-    return replace(learnt, vectors_VE=bag.fit(rows, teacher_NE, log_weight_V))
+    return replace(learnt, vectors_VE=fit_bag(rows, teacher_NE, log_weight_V))
 
 
 def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:

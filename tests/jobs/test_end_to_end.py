@@ -39,7 +39,7 @@ from jobs import finetune
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
 from pipeline.engine import executors
-from pipeline.models.placement import prepare_for_training
+from pipeline.models.encoder import prepare_for_training
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train

@@ -22,8 +22,7 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
-from pipeline.models import inference
-from pipeline.models.exchange import from_anywhere
+from pipeline.models import inference, interop
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
 from pipeline.pools.pool import Pool
@@ -326,7 +325,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert least["right"] <= 0.05
     assert f"bi: below a score of {least['score']:.4g} lie" in done.stdout
 
-    published = from_anywhere.load(tmp_path / "published" / "context", 0, 0)
+    published = interop.load(tmp_path / "published" / "context", 0, 0)
     asked = questions(
         open_artifact("corpus", "corpus"), "train", "corpus", protocols.ALL, 100, 0, True
     )

@@ -33,11 +33,11 @@ from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine import executors
 from pipeline.engine.draft import draft
+from pipeline.models.encoder import Encoder
 from pipeline.models.pretraining_heads import PretrainingModel
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.models.transformer import Encoder
 from pipeline.training import estimate
 from pipeline.training.checkpoint import read_saved, read_state
 from pipeline.training.pretraining import Pretraining

@@ -17,12 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.artifact import Artifact
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import Ranker, new_ranker
-from pipeline.models.settings import ranker_config
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -19,7 +19,7 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.engine.draft import draft
 from pipeline.models import inference, losses, ranker, settings
-from pipeline.models.biencoder import BiEncoder
+from pipeline.models.heads import BiEncoder
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.candidates import content_hash
 from pipeline.pools.pool import KIND, Pool

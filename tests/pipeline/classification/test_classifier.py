@@ -16,7 +16,7 @@ from pipeline.classification.head import Head
 from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.exchange import to_sentence_transformers
+from pipeline.models.interop import sentence_transformers
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import open_text_encoder
 
@@ -131,7 +131,7 @@ def test_a_side_of_what_was_exported_to_sentence_transformers(tiny, tmp_path: Pa
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()
     ranker.save(tmp_path / "ours")
-    to_sentence_transformers.export(ranker, tmp_path / "theirs")
+    sentence_transformers.export(ranker, tmp_path / "theirs")
     settings = replace(FP32, side=side)
     ours, theirs = (
         encoder.load(tmp_path / name, settings, CPU).vectors(TEXTS) for name in ("ours", "theirs")

@@ -96,10 +96,14 @@ def oracle_attention(ranker: Ranker, outputs_TD: np.ndarray) -> np.ndarray:
     return softmax(scale * codes_MD @ outputs_TD.T)
 
 
+def attended_by(ranker, context=CONTEXT):
+    return attention_to_tokens(ranker, *ranker.context_rows([context]))
+
+
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "code_heads"])
 def test_attention_is_that_of_the_definitions(ranker_of, name):
     ranker = ranker_of(name)
-    attended = attention_to_tokens(ranker, CONTEXT)
+    attended = attended_by(ranker)
     expected = oracle_attention(ranker, outputs_of(ranker))
     assert attended.weights_MT.shape == (ranker.config.vectors_per_context, len(attended.tokens))
     np.testing.assert_allclose(attended.weights_MT.numpy(), expected, rtol=0, atol=1e-5)
@@ -108,7 +112,7 @@ def test_attention_is_that_of_the_definitions(ranker_of, name):
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "heads" not in name])
 def test_the_vectors_are_the_outputs_by_those_weights(ranker_of, name):
     ranker = ranker_of(name)
-    weights_MT = attention_to_tokens(ranker, CONTEXT).weights_MT.double().numpy()
+    weights_MT = attended_by(ranker).weights_MT.double().numpy()
     (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
     ours = (weights_MT @ outputs_of(ranker))[mask_M.numpy()]
     np.testing.assert_allclose(ours, vectors_MD[mask_M].numpy(), rtol=1e-4, atol=1e-5)
@@ -129,7 +133,7 @@ def test_heads_are_averaged(ranker_of):
     expected = np.mean(
         [softmax(queries[:, part] @ keys[:, part].T / share**0.5) for part in parts], axis=0
     )
-    found = attention_to_tokens(ranker, CONTEXT).weights_MT.numpy()
+    found = attended_by(ranker).weights_MT.numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
@@ -180,23 +184,23 @@ def test_pads_get_nothing_and_rows_add_up_to_1(ranker_of, seed, length, pads):
 def test_tokens_are_the_rows_pieces(ranker_of):
     """A byte is a token of the tiny tokenizer, which puts a space between any two."""
     ranker = ranker_of("learnt")
-    tokens = attention_to_tokens(ranker, ["ab"]).tokens
+    tokens = attended_by(ranker, ["ab"]).tokens
     assert tokens == ["[CLS]", " a", " b", " [SEP]"]
-    long = attention_to_tokens(ranker, ["x" * 500]).tokens
+    long = attended_by(ranker, ["x" * 500]).tokens
     assert len(long) == ranker.config.max_context_tokens
 
 
 def test_a_cross_encoder_is_refused(tiny_ranker):
     ranker = load_ranker(Path(tiny_ranker("cross").uri))
     with pytest.raises(BadInput, match="'cross' has no candidate vectors; allowed: bi, poly"):
-        attention_to_tokens(ranker, CONTEXT)
+        attended_by(ranker)
 
 
 def test_a_cut_changes_no_attention(tiny_ranker):
     """The first dimensions of a vector hold the same tokens as all of them."""
     ranker = load_ranker(Path(tiny_ranker("poly").uri))
-    whole = attention_to_tokens(ranker, CONTEXT).weights_MT
+    whole = attended_by(ranker).weights_MT
     config = dataclasses.replace(ranker.config, matryoshka=(8,))
     ranker.config = ranker.network.config = config
     ranker.cut(8)
-    torch.testing.assert_close(attention_to_tokens(ranker, CONTEXT).weights_MT, whole)
+    torch.testing.assert_close(attended_by(ranker).weights_MT, whole)

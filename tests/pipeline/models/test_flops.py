@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.models import flops
+from pipeline.models.encoder import Encoder
 from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.pretraining_heads import PretrainingModel
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder
 
 SPECIAL = {"pad": 0, "cls": 2, "sep": 3}
 SHAPES = {

@@ -21,10 +21,9 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import pretraining_heads
-from pipeline.models.placement import prepare_for_training
+from pipeline.models.encoder import Encoder, prepare_for_training, set_dropout
 from pipeline.models.pretraining_heads import NEXT_HEAD, PretrainingModel
-from pipeline.models.shape import Shape
-from pipeline.models.transformer import Encoder, set_dropout
+from pipeline.models.settings import Shape
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 SPECIAL = torch.tensor([0, 1, 2, 3, 4])

@@ -26,11 +26,10 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import inference
+from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
-from pipeline.models.shape import Shape
-from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
+from pipeline.models.settings import BiConfig, PolyConfig, Shape, ranker_config
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
 TEXTS = ["w9 w10", "w1", "w11 w12 w13"]

@@ -13,11 +13,11 @@ from pipeline.artifact import Artifact, folder_entries
 from pipeline.config import BadInput
 from pipeline.engine.draft import draft
 from pipeline.models import sources
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
 from pipeline.models.sources import open_encoder, open_external, open_tokenizer
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import FinetuneConfig, LoopConfig, PretrainConfig

@@ -12,7 +12,7 @@ import torch
 from jobs import embed_pool
 from pipeline.artifact import Artifact
 from pipeline.engine.draft import draft
-from pipeline.models.exchange import to_sentence_transformers
+from pipeline.models.interop import sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
@@ -57,7 +57,7 @@ def made(
     (folder / "st").mkdir()
     bi = new_ranker(BiConfig(vector_length=1.0, **texts), encoder, 0)
     _bag_of_bytes(bi)
-    to_sentence_transformers.export(bi, folder / "st")
+    sentence_transformers.export(bi, folder / "st")
     pools = folder / "pools"
     config = embed_pool.Config(
         model="rankers/poly",

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.engine.draft import draft
-from pipeline.models.polyencoder import first_m_vectors, learnt_code_vectors
+from pipeline.models.heads import first_m_vectors, learnt_code_vectors
 from pipeline.pools import device_rows
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
@@ -31,7 +31,7 @@ from pipeline.pools.shard import ROWS
 from pipeline.search import device as module
 from pipeline.search import device_scores, top_rows
 from pipeline.search.device_scores import Contexts, Scorer, error_bounds, sensitivity
-from tests.pipeline.models.test_polyencoder import GOLDEN
+from tests.pipeline.models.test_heads import GOLDEN
 from tests.pipeline.search.test_exact import (
     DTYPES,
     check,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models.polyencoder import poly_scores
+from pipeline.models.heads import poly_scores
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS, Shard
 from pipeline.pools.sketch import fit_rotation, sketch

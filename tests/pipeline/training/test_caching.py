@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.models.transformer import set_dropout
+from pipeline.models.encoder import set_dropout
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
 from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation
@@ -112,11 +112,10 @@ MEASURE = """
 import sys
 from contextlib import nullcontext
 import torch
-from pipeline.models.polyencoder import PolyEncoder
-from pipeline.models.settings import PolyConfig
+from pipeline.models.encoder import Encoder
+from pipeline.models.heads import PolyEncoder
+from pipeline.models.settings import PolyConfig, Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder
-from pipeline.models.shape import Shape
 from pipeline.training.losses import backward, cached_backward
 from pipeline.training.data import DualBatch
 from pipeline.training.losses import DualModule

@@ -9,7 +9,7 @@ import torch
 from pipeline.config import BadInput
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.models import inference
-from pipeline.models.convert.tokenizer import save_vocabulary
+from pipeline.models.convert_rt.tokenizer import save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.sources import External

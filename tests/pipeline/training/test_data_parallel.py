@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForMaskedLM
 
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.training.checkpoint import is_sharded, read_saved, read_state, weights_of, write_state
 from pipeline.training.launch import distribute
 from pipeline.training.loop import Listener, train

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
 from pipeline.models import precision
-from pipeline.models.convert.tokenizer import MARK, save_vocabulary
+from pipeline.models.convert_rt.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.training import loop, negatives

@@ -16,9 +16,8 @@ from torch import nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
-from pipeline.models.placement import prepare_for_training
-from pipeline.models.settings import ranker_config
-from pipeline.models.shape import Shape
+from pipeline.models.encoder import prepare_for_training
+from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import External
 from pipeline.training import loop
 from pipeline.training.checkpoint import read_saved, read_state, weights_of, write_state

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 
 from pipeline.config import BadInput
 from pipeline.models.pretraining_heads import PretrainingModel
-from pipeline.models.shape import Shape
+from pipeline.models.settings import Shape
 from pipeline.models.sources import External
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import LoopConfig, PretrainConfig

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from pipeline import cost
 from pipeline.config import BadInput
-from pipeline.models.convert import bag
-from pipeline.models.convert.files import VECTORS
-from pipeline.models.convert.tokenizer import Subwords, load_vocabulary, runs
+from pipeline.models.convert_rt.folder import VECTORS
+from pipeline.models.convert_rt.start import bag_steps, fit_bag
+from pipeline.models.convert_rt.tokenizer import Subwords, load_vocabulary, runs
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.tokenizer import TokenizerConfig, estimate, learn, save
 
@@ -241,7 +241,7 @@ def test_an_estimate_counts_the_fit_of_the_vectors(tiny):
     corpora = [tiny.corpus(with_vectors(ROWS)) for _ in range(2)]
     plain, fitted = estimate(corpora, config), estimate(corpora, replace(config, vectors=True))
     assert plain.rows == fitted.rows == 6 and plain.memory_bytes is None
-    numbers = bag.steps(12) * 400 * 8
+    numbers = bag_steps(12) * 400 * 8
     hours = cost.core_hours(12, "taught texts") + cost.core_hours(numbers, "fitted numbers")
     assert fitted.cpu_hours - plain.cpu_hours == pytest.approx(hours)
     assert fitted.basis.startswith(plain.basis) and "vectors of 384 numbers" in fitted.basis
@@ -253,8 +253,8 @@ def test_an_estimate_counts_the_fit_of_the_vectors(tiny):
 def test_a_fit_takes_the_steps_that_an_estimate_counts(monkeypatch, texts):
     taken, step = [], torch.optim.Adam.step
     monkeypatch.setattr(torch.optim.Adam, "step", lambda adam: (taken.append(1), step(adam)))
-    bag.fit([[n % 3] for n in range(texts)], torch.ones(texts, 2), torch.zeros(3))
-    assert len(taken) == bag.steps(texts)
+    fit_bag([[n % 3] for n in range(texts)], torch.ones(texts, 2), torch.zeros(3))
+    assert len(taken) == bag_steps(texts)
 
 
 def test_an_estimate_refuses_what_would_not_be_learnt_from(tiny, corpus):

@@ -1,0 +1,357 @@
+"""ConveRT's tokenizer: subwords of a vocabulary, and hash buckets for all others (reference 5.1).
+
+    "The cat, 😀"  →  The · cat · ", " · 😀         split where words meet punctuation and spaces
+                   →  ﹏the ﹏cat ﹏", " ﹏ 😀        greedy longest match, a mark at every beginning
+                   →  ids; 😀, which no vocabulary has, is V + fingerprint64(😀) mod buckets
+
+So nothing is ever unknown, and the pad id is V + buckets, the last row of the embedding table. A single
+space between two words has no piece: the mark stands for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.config import BadInput
+from pipeline.models.tokens import Tokens, pad_rows
+
+VOCABULARY = "vocabulary.json"
+MARK = "﹏"
+"""U+FE4F, at the beginning of every run of word characters or of others."""
+LONGEST_PIECE = 10
+"""Characters of a learnt piece at most, with its mark: PolyAI's tokenizer finds no longer ones. Ours finds
+those that vocabularies of earlier versions have, as their models were trained with them."""
+_LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
+_LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
+_MOST_HASHED = 262_144  # characters of a run that is one piece; 5 MB took 4 s
+_KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+# Of the hash: primes between 2^63 and 2^64, and others.
+_MASK = (1 << 64) - 1
+_K0, _K1, _K2 = 0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F
+_SEED = 81
+
+_Pair = tuple[int, int]
+
+
+def token_ids(
+    texts: Sequence[str], vocabulary: Sequence[str] | Mapping[str, int], buckets: int
+) -> tuple[Tensor, Tensor]:
+    """(ids [B, T] int64, padded with V + `buckets` at the right; their mask [B, T], false at pads).
+
+    `vocabulary`: V subwords in the order of their ids, or their ids. Texts are not truncated. Reference 5.1.
+    """
+    subwords = Subwords(vocabulary, buckets)
+    ids_BT = pad_rows([subwords.ids(text) for text in texts], subwords.pad).ids_BT
+    return ids_BT, ids_BT != subwords.pad
+
+
+def runs(text: str) -> Iterator[str]:
+    """The marked, lower-cased parts that pieces are looked for in; together with one space between
+    words they are the text.
+
+    Only the letters A to Z are lower-cased. Symbols, such as "$" or an emoji, are word characters.
+    """
+    for match in _run_pattern().finditer(text):
+        run = match[0]
+        if run != " " or match.start() == 0 or match.end() == len(text):
+            yield MARK + (run.lower() if run.isascii() else run.translate(_LOWER))
+
+
+@lru_cache(maxsize=1)
+def _run_pattern() -> re.Pattern[str]:
+    """Runs of punctuation and separators (Unicode's categories P and Z), and runs of all others."""
+    ranges: list[list[int]] = []
+    for code in range(sys.maxunicode + 1):
+        if unicodedata.category(chr(code))[0] in "PZ":
+            if ranges and ranges[-1][1] == code - 1:
+                ranges[-1][1] = code
+            else:
+                ranges.append([code, code])
+    separators = "".join(
+        f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in ranges
+    )
+    return re.compile(f"[{separators}]+|[^{separators}]+")
+
+
+class Subwords:
+    """Ids of pieces; those of whole runs are remembered."""
+
+    def __init__(self, vocabulary: Sequence[str] | Mapping[str, int], buckets: int) -> None:
+        id_of_piece = vocabulary if isinstance(vocabulary, Mapping) else _number_pieces(vocabulary)
+        self._id_of_piece = id_of_piece
+        self._buckets = buckets
+        self._longest = max(map(len, id_of_piece), default=1)
+        self._ids_of_run = lru_cache(_KEPT_RUNS)(self._look_up)
+
+    @property
+    def pad(self) -> int:
+        return len(self._id_of_piece) + self._buckets
+
+    def ids(self, text: str, limit: int | None = None) -> list[int]:
+        """The ids of a text, or its first `limit`; the rest of the text is not read."""
+        ids = (number for run in runs(text) for number in self._ids_of_run(run))
+        return list(itertools.islice(ids, limit))
+
+    def pieces(self, run: str) -> Iterator[str]:
+        """Greedily the longest that the vocabulary has, from the left; else a character."""
+        if len(run) * 4 > _LONGEST_RUN_BYTES and len(run.encode()) > _LONGEST_RUN_BYTES:
+            yield run
+            return
+        start = 0
+        while start < len(run):
+            ends = range(min(len(run), start + self._longest), start + 1, -1)
+            end = next((end for end in ends if run[start:end] in self._id_of_piece), start + 1)
+            yield run[start:end]
+            start = end
+
+    def _look_up(self, run: str) -> tuple[int, ...]:
+        return tuple(map(self._id, self.pieces(run)))
+
+    def _id(self, piece: str) -> int:
+        number = self._id_of_piece.get(piece)
+        if number is not None:
+            return number
+        # A lone surrogate has no UTF-8; it is hashed as the three bytes that it would have.
+        hashed = fingerprint64(piece[:_MOST_HASHED].encode("utf-8", "surrogatepass"))
+        return len(self._id_of_piece) + hashed % self._buckets
+
+
+def _number_pieces(vocabulary: Sequence[str]) -> dict[str, int]:
+    return {piece: number for number, piece in enumerate(vocabulary)}
+
+
+def join_earlier(turns: Sequence[str], limit: int, numbered: bool) -> str:
+    """The `limit` newest of some earlier turns, oldest first, as one text: newest first (reference 5.6).
+
+    numbered: each has "0: ", "1: ", … before it, 0 for the newest, as PolyAI's model for DSTC7 has it.
+    """
+    newest = list(reversed(turns))[:limit]
+    if numbered:
+        newest = [f"{number}: {turn}" for number, turn in enumerate(newest)]
+    return " ".join(newest)
+
+
+class ConvertTokenizer:
+    """Rows of token ids for contexts and candidates, as `pipeline.models.tokens.RowTokenizer` says.
+
+    A context's row is its newest turn, and where there are earlier ones and the model reads them: the pad
+    id, then the earlier turns as `join_earlier` makes one text of them. Both texts keep their first
+    tokens, so that of the earlier turns the newest stay. A text without a token is one pad.
+    """
+
+    def __init__(
+        self, vocabulary: Sequence[str], buckets: int, earlier_turns: int, numbered: bool
+    ) -> None:
+        self.vocabulary = list(vocabulary)
+        self._subwords = Subwords(self.vocabulary, buckets)
+        self._earlier, self._numbered = earlier_turns, numbered
+        self.pad = self._subwords.pad
+
+    def __len__(self) -> int:
+        """Rows of the embedding table: subwords, buckets, and the pad's."""
+        return self.pad + 1
+
+    def save(self, folder: Path) -> None:
+        save_vocabulary(self.vocabulary, folder)
+
+    def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
+        """One row per context, with at most `max_tokens` of each of its two texts."""
+        return [self._context(turns, max_tokens) for turns in contexts]
+
+    def _context(self, turns: Sequence[str], max_tokens: int) -> list[int]:
+        *earlier, newest = [turn.strip() for turn in turns if turn.strip()] or [""]
+        return self.context_row(
+            newest, join_earlier(earlier, self._earlier, self._numbered), max_tokens
+        )
+
+    def context_row(self, newest: str, joined: str, max_tokens: int) -> list[int]:
+        """A context whose earlier turns are one text already."""
+        row = self._subwords.ids(newest, max_tokens)
+        if joined:
+            return [*row, self.pad, *self._subwords.ids(joined, max_tokens)]
+        return row or [self.pad]
+
+    def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """One row per candidate, at most `max_tokens`."""
+        return [self._subwords.ids(text, max_tokens) or [self.pad] for text in texts]
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
+        """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""
+        ids_BT, inside_BT, lengths, _ = pad_rows(rows, self.pad)
+        segments_BT = ((ids_BT == self.pad) & inside_BT).cumsum(1)
+        return Tokens(ids_BT, ids_BT != self.pad, lengths, segments_BT)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text: "\\ufffd" for one of a hash bucket, a line's end for what stands before the
+        earlier turns. Joined they read as the text, lower-cased, where a space has been left out too."""
+        return [self._piece(number, place) for place, number in enumerate(ids)]
+
+    def _piece(self, number: int, place: int) -> str:
+        if number == self.pad:
+            return "\n"
+        if number >= len(self.vocabulary):
+            return _UNKNOWN
+        piece = self.vocabulary[number]
+        if not piece.startswith(MARK):
+            return piece
+        word = piece.removeprefix(MARK)
+        return word if place == 0 or (word and not word[0].isalnum()) else f" {word}"
+
+
+def save_vocabulary(vocabulary: Sequence[str], folder: Path) -> None:
+    text = json.dumps(list(vocabulary), ensure_ascii=False, separators=(",", ":"))
+    (folder / VOCABULARY).write_text(text, encoding="utf-8")
+
+
+def load_vocabulary(folder: Path) -> list[str]:
+    """The vocabulary that `save_vocabulary` wrote: subwords in the order of their ids.
+
+    Raises BadInput in one line for what is not a list of different texts.
+    """
+    path = folder / VOCABULARY
+    if not path.exists():
+        raise BadInput(f"{folder}: no vocabulary of subwords ({VOCABULARY} is missing; jobs.train_tokenizer "
+                       "--tokenizer.kind subwords makes one)")  # fmt: skip
+    try:
+        pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON ({error})") from None
+    are_texts = isinstance(pieces, list) and all(
+        isinstance(piece, str) and piece for piece in pieces
+    )
+    if not are_texts or len(set(pieces)) != len(pieces):
+        raise BadInput(f"{path}: not a vocabulary; allowed: a list of different texts, none empty")
+    return pieces
+
+
+def fingerprint64(data: bytes) -> int:
+    """FarmHash's Fingerprint64 of some bytes (Pike and Alakuijala, Google 2014), 0 to 2^64 - 1: TensorFlow's
+    "fast" hash of strings.
+
+    The hash of a piece that a vocabulary lacks chooses one of ConveRT's spare embedding rows, so a model and
+    its tokenizer have to agree on every bit of it. Texts of up to 16, 32 and 64 bytes and longer ones are
+    hashed by four different rules. Numbers are unsigned 64-bit; sums and products wrap around."""
+    size = len(data)
+    if size <= 16:
+        return _hash_up_to_16(data)
+    if size <= 32:
+        return _hash_up_to_32(data)
+    if size <= 64:
+        return _hash_up_to_64(data)
+    return _hash_longer(data)
+
+
+def _word(data: bytes, start: int) -> int:
+    return int.from_bytes(data[start : start + 8], "little")
+
+
+def _half_word(data: bytes, start: int) -> int:
+    return int.from_bytes(data[start : start + 4], "little")
+
+
+def _rotate(value: int, bits: int) -> int:
+    value &= _MASK
+    return (value >> bits | value << (64 - bits)) & _MASK
+
+
+def _shift_mix(value: int) -> int:
+    value &= _MASK
+    return value ^ value >> 47
+
+
+def _hash_words(low: int, high: int, factor: int) -> int:
+    """Two words to one (Murmur's mixing)."""
+    high &= _MASK
+    mixed = _shift_mix(((low & _MASK) ^ high) * factor)
+    return _shift_mix((high ^ mixed) * factor) * factor & _MASK
+
+
+def _hash_up_to_16(data: bytes) -> int:
+    size = len(data)
+    factor = _K2 + size * 2
+    if size >= 8:
+        first, last = _word(data, 0) + _K2, _word(data, size - 8)
+        low = _rotate(last, 37) * factor + first
+        high = (_rotate(first, 25) + last) * factor
+        return _hash_words(low, high, factor)
+    if size >= 4:
+        return _hash_words(size + (_half_word(data, 0) << 3), _half_word(data, size - 4), factor)
+    if size > 0:
+        low = data[0] + (data[size >> 1] << 8)
+        high = size + (data[-1] << 2)
+        return _shift_mix(low * _K2 ^ high * _K0) * _K2 & _MASK
+    return _K2
+
+
+def _hash_up_to_32(data: bytes) -> int:
+    size = len(data)
+    factor = _K2 + size * 2
+    a, b = _word(data, 0) * _K1, _word(data, 8)
+    c, d = _word(data, size - 8) * factor, _word(data, size - 16) * _K2
+    low = _rotate(a + b, 43) + _rotate(c, 30) + d
+    return _hash_words(low, a + _rotate(b + _K2, 18) + c, factor)
+
+
+def _hash_up_to_64(data: bytes) -> int:
+    size = len(data)
+    factor = _K2 + size * 2
+    a, b = _word(data, 0) * _K2, _word(data, 8)
+    c, d = _word(data, size - 8) * factor, _word(data, size - 16) * _K2
+    y = _rotate(a + b, 43) + _rotate(c, 30) + d
+    z = _hash_words(y, a + _rotate(b + _K2, 18) + c, factor)
+    e, f = _word(data, 16) * factor, _word(data, 24)
+    g, h = (y + _word(data, size - 32)) * factor, (z + _word(data, size - 24)) * factor
+    low = _rotate(e + f, 43) + _rotate(g, 30) + h
+    return _hash_words(low, e + _rotate(f + a, 18) + g, factor)
+
+
+def _hash_32_bytes(data: bytes, start: int, a: int, b: int) -> _Pair:
+    """Two words of 32 bytes and two seeds."""
+    w, x, y, z = (_word(data, start + offset) for offset in (0, 8, 16, 24))
+    a += w
+    b = _rotate(b + a + z, 21)
+    total = a + x + y
+    return (total + z) & _MASK, (b + _rotate(total, 44) + a) & _MASK
+
+
+def _hash_longer(data: bytes) -> int:
+    """64 bytes at a time; the last 64 bytes end the text, and may overlap those before."""
+    size = len(data)
+    x, y = _SEED, (_SEED * _K1 + 113) & _MASK
+    z = _shift_mix(y * _K2 + 113) * _K2 & _MASK
+    v: _Pair = (0, 0)
+    w: _Pair = (0, 0)
+    x = (x * _K2 + _word(data, 0)) & _MASK
+    for start in range(0, (size - 1) // 64 * 64, 64):
+        x = _rotate(x + y + v[0] + _word(data, start + 8), 37) * _K1
+        y = _rotate(y + v[1] + _word(data, start + 48), 42) * _K1
+        x = (x & _MASK) ^ w[1]
+        y = (y + v[0] + _word(data, start + 40)) & _MASK
+        z = _rotate(z + w[0], 33) * _K1 & _MASK
+        v = _hash_32_bytes(data, start, v[1] * _K1, x + w[0])
+        w = _hash_32_bytes(data, start + 32, z + w[1], y + _word(data, start + 16))
+        z, x = x, z
+    factor, start = _K1 + ((z & 0xFF) << 1), size - 64
+    w = (w[0] + ((size - 1) & 63), w[1])
+    v = (v[0] + w[0], v[1])
+    w = (w[0] + v[0], w[1])
+    x = _rotate(x + y + v[0] + _word(data, start + 8), 37) * factor
+    y = _rotate(y + v[1] + _word(data, start + 48), 42) * factor
+    x = (x & _MASK) ^ (w[1] * 9 & _MASK)
+    y = (y + v[0] * 9 + _word(data, start + 40)) & _MASK
+    z = _rotate(z + w[0], 33) * factor & _MASK
+    v = _hash_32_bytes(data, start, v[1] * factor, x + w[0])
+    w = _hash_32_bytes(data, start + 32, z + w[1], y + _word(data, start + 16))
+    z, x = x, z
+    low = _hash_words(v[0], w[0], factor) + _shift_mix(y) * _K0 + z
+    return _hash_words(low, _hash_words(v[1], w[1], factor) + x, factor)

@@ -1,1 +1,0 @@
-"""Converts rankers to and from the formats of other projects."""

@@ -1,0 +1,564 @@
+"""Models of sentence-transformers: rankers from what the library saved, and rankers as directories that it
+loads and that give the same numbers. The library itself is not needed: its format is JSON and safetensors.
+
+What is loaded:
+
+    modules.json            Transformer → Pooling (cls, mean) → Dense (LaBSE: tanh) → Normalize: a bi-encoder,
+                            the last two only where there are any; one model serves both sides
+    context/, candidate/    two of these, as `export` writes them: one model a side
+    modules.json            Transformer → Pooling (cls) → Dense with tanh → Dense: a cross-encoder
+    config.json             of a …ForSequenceClassification with one label (`_CLASSIFIERS`): a
+                            cross-encoder, whose scores are those before the activation (a sigmoid, mostly)
+
+The prompts that `config_sentence_transformers.json` names become those of contexts and candidates, as
+`encode_query` and `encode_document` apply them. A model with any other part is refused. Weights are read
+from safetensors only, and no code of the model is run. Contexts that are too long keep their end, not their
+beginning.
+
+What is written:
+
+    context/, candidate/    a bi-encoder's sides, a SentenceTransformer each
+    (the folder itself)     a cross-encoder as a CrossEncoder, its scores without an activation
+
+    each of them: modules.json, what runs one after the other
+                  config.json, model.safetensors, tokenizer*.json: the Transformer
+                  1_Pooling/, 2_Dense/, …: what follows it
+
+The library cuts pairs that are longer than both limits together, where polyrank cuts each text to its own
+limit: pairs of texts within their own limits have the same scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import singledispatch
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeline.config import BadInput, require
+from pipeline.models.encoder import Encoder, read_weights
+from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
+from pipeline.models.ranker import Ranker, new_network, set_head
+from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
+from pipeline.models.sources import Prompts, read_prompts
+from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
+
+_POOLING = {"first": "cls", "mean": "mean"}
+_REDUCTIONS: dict[str, Reduction] = {
+    "cls": "first",
+    "mean": "mean",
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+}
+_HAS_TANH = {"Identity": False, "Tanh": True}
+_ACTIVATIONS = {
+    name: f"torch.nn.modules.activation.{layer}"
+    for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
+}
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_CLASSIFIERS = {
+    "albert": ("albert.pooler", "tanh", "classifier"),
+    "bert": ("bert.pooler.dense", "tanh", "classifier"),
+    "camembert": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "deberta-v2": ("pooler.dense", "pooler_hidden_act", "classifier"),
+    "distilbert": ("pre_classifier", "relu", "classifier"),
+    "electra": ("classifier.dense", "gelu", "classifier.out_proj"),
+    "modernbert": ("head.dense", "classifier_activation", "classifier"),
+    "mpnet": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "xlm-roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
+}
+"""By the model type: the layer before the score, its activation or the name of that setting, the score."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths that texts are truncated to, special tokens included; 0: those of the model."""
+
+    context: int = 0
+    candidate: int = 0
+
+
+@dataclass(frozen=True)
+class _Transformer:
+    folder: Path
+    encoder: Encoder
+    tokenizer: Tokenizer
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class _Dense:
+    weight: Tensor
+    bias: Tensor | None
+    tanh: bool
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A modules.json: what follows the Transformer."""
+
+    transformer: _Transformer
+    reduction: Reduction
+    layers: tuple[_Dense, ...]
+    length: float
+    """The length of the vectors; 0: any."""
+    prompts: Prompts
+
+
+def load(folder: Path, lengths: Lengths) -> Ranker:
+    """The ranker of a folder. Raises BadInput, in one line, for a model that a ranker cannot reproduce."""
+    try:
+        ranker = _load(folder, lengths)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise BadInput(f"{folder}: not in the form of sentence-transformers ({error!r})") from None
+    config = ranker.config
+    assert isinstance(config, OnEncoderConfig)
+    if config.context_prompt or config.candidate_prompt:
+        print(f"{folder}: prompts of its configuration: {config.context_prompt!r} before contexts, "
+              f"{config.candidate_prompt!r} before candidates", file=sys.stderr)  # fmt: skip
+    return ranker
+
+
+def _load(folder: Path, lengths: Lengths) -> Ranker:
+    sides = [folder / side for side in ("context", "candidate")]
+    if all((side / "modules.json").exists() for side in sides):
+        return _bi([_chain(side) for side in sides], lengths)
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    path = folder / "config_sentence_transformers.json"
+    metadata = _json(path) if path.exists() else {}
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        kind = config.get("model_type")
+        require(kind in _CLASSIFIERS, f"{folder / 'config.json'}: model_type", kind,
+                ", ".join(_CLASSIFIERS))  # fmt: skip
+        _require_no_default_prompt(path, metadata)
+        return _classifier(_transformer(folder), config, lengths)
+    kind = metadata.get("model_type")  # older models do not say it
+    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{path}: model_type", kind,
+            "SentenceTransformer, CrossEncoder")  # fmt: skip
+    chain = _chain(folder)
+    if kind == "CrossEncoder":
+        _require_no_default_prompt(path, metadata)
+        return _cross(chain, lengths)
+    require(metadata.get("truncate_dim") is None, f"{path}: truncate_dim",
+            metadata.get("truncate_dim"), "null: all dimensions")  # fmt: skip
+    # The library's default compares cosines: then vectors have length 1, also where the model leaves them.
+    similarity = metadata.get("similarity_fn_name") or "cosine"
+    require(
+        similarity in ("cosine", "dot"), f"{path}: similarity_fn_name", similarity, "cosine, dot"
+    )
+    chain = chain if similarity == "dot" else replace(chain, length=1.0)
+    return _bi([chain], lengths)
+
+
+def _require_no_default_prompt(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Cross-encoders of the library put a default prompt before pairs, and ours put none."""
+    name = metadata.get("default_prompt_name")
+    require(not name or not metadata["prompts"][name], f"{path}: default_prompt_name", name,
+            "null for a cross-encoder")  # fmt: skip
+
+
+def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
+    """A bi-encoder of one chain for both sides, or of two chains."""
+    context, candidate = chains[0], chains[-1]
+    weights = {}
+    for side, chain in zip(("context", "candidate"), chains, strict=False):
+        folder = chain.transformer.folder
+        for layer in chain.layers:
+            if len(chain.layers) > 1:
+                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one")
+            weights[f"{side}_projection.weight"] = layer.weight
+            if layer.bias is not None:
+                weights[f"{side}_projection.bias"] = layer.bias
+    projections = context.layers[:1]
+    config = BiConfig(
+        reduction=context.reduction,
+        projection_bias=any(layer.bias is not None for layer in projections),
+        projection_activation="tanh" if any(layer.tanh for layer in projections) else "none",
+        share_towers=len(chains) == 1,
+        projection=len(context.layers[0].weight) if context.layers else 0,
+        vector_length=context.length,
+        max_context_tokens=lengths.context or context.transformer.max_tokens,
+        max_candidate_tokens=lengths.candidate or candidate.transformer.max_tokens,
+        context_prompt=context.prompts.context,
+        candidate_prompt=candidate.prompts.candidate,
+    )
+    texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
+    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
+        [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
+    )
+    if not are_alike or len(texts) > 1:
+        raise BadInput(f"{context.transformer.folder}, {candidate.transformer.folder}: not the same "
+                       "tokenizer, Pooling and Normalize on both sides")  # fmt: skip
+    candidate_encoder = None if config.share_towers else candidate.transformer.encoder
+    return _ranker(config, context.transformer, weights, candidate_encoder)
+
+
+def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
+    """First output → Dense with tanh, if it is there → Dense to one number."""
+    *poolers, score = chain.layers
+    fits = all(layer.tanh and layer.bias is not None for layer in poolers)
+    if chain.reduction != "first" or len(poolers) > 1 or not fits or score.tanh or chain.length:
+        raise BadInput(f"{chain.transformer.folder}: these modules make no cross-encoder; allowed: Pooling "
+                       "(cls) → Dense with bias and tanh, or none → Dense to one score")  # fmt: skip
+    weights = {"score.weight": score.weight}
+    weights["score.bias"] = torch.zeros(1) if score.bias is None else score.bias
+    for layer in poolers:
+        assert layer.bias is not None
+        weights.update({"pooler.weight": layer.weight, "pooler.bias": layer.bias})
+    return _pair_ranker(chain.transformer, weights, lengths)
+
+
+def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: Lengths) -> Ranker:
+    """A head of `transformers`: dropout aside, layer → activation → norm, if any → score."""
+    pooler, activation, score = _CLASSIFIERS[config["model_type"]]
+    saved_weights = _weights(transformer.folder)
+    weights = {
+        "pooler.weight": saved_weights[f"{pooler}.weight"],
+        "score.weight": saved_weights[f"{score}.weight"],
+        "score.bias": saved_weights[f"{score}.bias"],
+    }
+    no_bias = torch.zeros(len(weights["pooler.weight"]))
+    weights["pooler.bias"] = saved_weights.get(f"{pooler}.bias", no_bias)
+    labels = len(weights["score.weight"])
+    require(labels == 1, f"{transformer.folder}: labels", labels, "1, whose score ranks")
+    settings = {"pooler_activation": config.get(activation, activation)}
+    if config["model_type"] == "modernbert":
+        require(
+            "head.norm.bias" not in saved_weights, f"{transformer.folder}: norm_bias", True, "false"
+        )
+        require(config.get("norm_eps", 1e-5) == 1e-5, f"{transformer.folder}: norm_eps",
+                config.get("norm_eps"), "1e-05")  # fmt: skip
+        weights["pooler_norm.weight"] = saved_weights["head.norm.weight"]
+        settings["head"] = _REDUCTIONS[config["classifier_pooling"]]
+    return _pair_ranker(transformer, weights, lengths, **settings)
+
+
+def _pair_ranker(
+    transformer: _Transformer,
+    weights: dict[str, Tensor],
+    lengths: Lengths,
+    **settings: Any,
+) -> Ranker:
+    """The model limits a pair; by default either text may take half of the limit."""
+    tokenizer, encoder = transformer.tokenizer, transformer.encoder
+    encoding = tokenizer.hf.backend_tokenizer.encode("a b", "c")
+    (context,), (candidate,) = tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9)
+    separators = 1 + len(encoding.ids) - len(context + candidate[1:])
+    batch = tokenizer.pairs([context], [candidate], separators)
+    assert batch.segments_BT is not None
+    has_segments = "token_type_ids" in tokenizer.hf.model_input_names and any(encoding.type_ids)
+    if not has_segments:
+        encoder.copy_first_segment()
+    same_segments = encoding.type_ids == batch.segments_BT[0].tolist()
+    is_alike = same_segments or not (encoder.segments and has_segments)
+    if encoding.ids != batch.ids_BT[0].tolist() or not is_alike:
+        raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
+    total = transformer.max_tokens + 2 - separators  # the candidate's [CLS] is not in the pair
+    require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
+            f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
+    kept = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
+    config = CrossConfig(
+        pooler="pooler.weight" in weights,
+        max_context_tokens=lengths.context or total - kept,
+        max_candidate_tokens=kept,
+        pooler_norm="pooler_norm.weight" in weights,
+        separators=separators,
+        **settings,
+    )
+    return _ranker(config, transformer, weights)
+
+
+def _ranker(
+    config: BiConfig | CrossConfig,
+    transformer: _Transformer,
+    weights: dict[str, Tensor],
+    candidate_encoder: Encoder | None = None,
+) -> Ranker:
+    network = new_network(config, transformer.encoder, candidate_encoder)
+    set_head(network, weights, f"{transformer.folder}: its layers do not fit a ranker")
+    return Ranker(config, transformer.tokenizer, network).eval()
+
+
+def _chain(folder: Path) -> _Chain:
+    path = folder / "modules.json"
+    if not path.exists():
+        raise BadInput(f"{folder}: not of sentence-transformers (modules.json is missing)")
+    library = "sentence_transformers."
+    modules = [
+        (
+            name.split(".")[-1] if (name := entry["type"]).startswith(library) else name,
+            folder / entry["path"],
+        )
+        for entry in _json(path)
+    ]
+    kinds = [kind for kind, _ in modules]
+    require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
+            str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
+    layers: list[_Dense] = []
+    length = 0.0
+    for kind, place in modules[2:]:
+        if kind == "Normalize":
+            length = 1.0
+        elif length:
+            length *= _factor(_dense(place), place)
+        else:
+            layers.append(_dense(place))
+    transformer = _transformer(modules[0][1])
+    prompts = read_prompts(folder)
+    if prompts != Prompts():
+        pooling = modules[1][1] / "config.json"
+        require(
+            _json(pooling).get("include_prompt", True), f"{pooling}: include_prompt", False, "true"
+        )
+    return _Chain(transformer, _reduction(modules[1][1]), tuple(layers), length, prompts)
+
+
+def _transformer(folder: Path) -> _Transformer:
+    encoder, tokenizer = Encoder.load(folder), Tokenizer.load(folder)
+    if tokenizer.hf.backend_tokenizer.encode("a b").ids != tokenizer.candidates(["a b"], 9)[0]:
+        raise BadInput(f"{folder}: its texts are not [CLS] text [SEP]")
+    limits = [encoder.positions, tokenizer.hf.model_max_length]
+    normaliser = tokenizer.hf.backend_tokenizer.normalizer
+    lowers = normaliser is not None and normaliser.normalize_str("A") == "a"
+    for path in folder.glob("sentence_*_config.json"):
+        config = _json(path)
+        if config.get("do_lower_case") and not lowers:
+            raise BadInput(f"{path}: do_lower_case: true is not allowed; allowed: false")
+        if config.get("max_seq_length"):
+            limits[1] = config["max_seq_length"]
+    return _Transformer(folder, encoder, tokenizer, min(limits))
+
+
+def _reduction(folder: Path) -> Reduction:
+    config = _json(folder / "config.json")
+    switches = {name: on for name, on in config.items() if name.startswith("pooling_mode_")}
+    default = [name for name, on in switches.items() if on is True] if switches else "mean"
+    modes = config.get("pooling_mode") or default
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in _REDUCTIONS:
+        raise BadInput(f"{folder}: {', '.join(modes) or 'none'} is not allowed; allowed: cls, mean")
+    return _REDUCTIONS[modes[0]]
+
+
+def _dense(folder: Path) -> _Dense:
+    config = _json(folder / "config.json")
+    activation = config.get("activation_function", "Tanh").split(".")[-1]
+    allowed = ", ".join(_HAS_TANH)
+    require(activation in _HAS_TANH, f"{folder}: activation_function", activation, allowed)
+    require(not config.get("use_residual"), f"{folder}: use_residual", True, "false")
+    weights = _weights(folder)
+    return _Dense(weights["linear.weight"], weights.get("linear.bias"), _HAS_TANH[activation])
+
+
+def _factor(layer: _Dense, folder: Path) -> float:
+    """The factor of a Dense after Normalize, which can only make vectors longer or shorter."""
+    factor = layer.weight[0, 0].item()
+    is_scaling = torch.equal(layer.weight, torch.eye(len(layer.weight)) * factor)
+    if not is_scaling or factor <= 0 or layer.bias is not None or layer.tanh:
+        raise BadInput(f"{folder}: Dense after Normalize is not allowed; allowed: before it")
+    return factor
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadInput(f"{folder}: no weights (*.safetensors is missing; pickles such as "
+                       "pytorch_model.bin are never loaded)")  # fmt: skip
+    return {name: value.float() for file in files for name, value in read_weights(file).items()}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not to be read ({error})") from None
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One module that runs after the Transformer."""
+
+    kind: str
+    config: dict[str, Any]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def export(ranker: Ranker, folder: Path) -> None:
+    """Writes the directory, which is there and empty.
+
+    Raises BadInput for what sentence-transformers has no modules for.
+    """
+    _export(ranker.network, ranker, folder)
+
+
+@singledispatch
+def _export(network: nn.Module, ranker: Ranker, folder: Path) -> None:
+    raise BadInput(f"architecture: {ranker.config.architecture!r} is unknown to "
+                   "sentence-transformers; allowed: bi, cross")  # fmt: skip
+
+
+@_export.register
+def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
+    config = network.config
+    if config.reduction not in _POOLING:
+        raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
+                       f"allowed: {', '.join(_POOLING)}")  # fmt: skip
+    metadata = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
+    tokenizer = _tokenizer(ranker.tokenizer)
+    encoder = network.context_encoder
+    modules = _vector_modules(network, encoder, network.context_projection)
+    tokens = config.max_context_tokens
+    prompt = _prompt_metadata("query", config.context_prompt)
+    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata | prompt)
+    encoder = network.candidate_encoder
+    modules = _vector_modules(network, encoder, network.candidate_projection)
+    tokens = config.max_candidate_tokens
+    prompt = _prompt_metadata("document", config.candidate_prompt)
+    _write_model(
+        folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata | prompt
+    )
+
+
+@_export.register
+def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
+    """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
+    config = network.config
+    if config.head not in _POOLING:
+        raise BadInput(f"ranker.head: {config.head!r} is unknown to sentence-transformers; allowed: "
+                       f"{', '.join(_POOLING)}")  # fmt: skip
+    if config.pooler_norm or config.context_prompt or config.candidate_prompt:
+        raise BadInput(
+            "ranker.pooler_norm, prompts: unknown to a CrossEncoder of modules; allowed: none"
+        )
+    scaling = config.output_scaling
+    modules = [_pooling(network.encoder, _POOLING[config.head])]
+    if network.pooler is not None:
+        weight, bias = network.pooler.weight, network.pooler.bias
+        modules.append(
+            _dense_module(weight * scaling, bias, activation=_ACTIVATIONS[config.pooler_activation])
+        )
+        scaling = 1.0
+    weight, bias = network.score.weight * scaling, network.score.bias
+    modules.append(_dense_module(weight, bias, output="scores"))
+    tokens = config.max_context_tokens + config.max_candidate_tokens + config.separators - 2
+    metadata = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
+    tokenizer = _tokenizer(ranker.tokenizer, config.separators)
+    _write_model(folder, network.encoder, tokenizer, tokens, "left", modules, metadata)
+
+
+def _vector_modules(
+    dual: DualEncoder, encoder: Encoder, projection: nn.Linear | None
+) -> list[_Module]:
+    """The modules from token outputs to a vector; scaling, projection and cut are one matrix."""
+    config = dual.config
+    modules = [_pooling(encoder, _POOLING[config.reduction])]
+    matrix = torch.eye(encoder.width) if projection is None else projection.weight
+    matrix = matrix[: dual.dimensions] * config.output_scaling
+    bias = (
+        None
+        if projection is None or projection.bias is None
+        else projection.bias[: dual.dimensions]
+    )
+    if config.projection and config.projection_activation == "tanh":
+        modules.append(_dense_module(matrix, bias, activation=_ACTIVATIONS["tanh"]))
+    elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
+        modules.append(_dense_module(matrix, bias))
+    if config.vector_length:
+        modules.append(_Module("Normalize", {}))
+        if config.vector_length != 1:
+            modules.append(_dense_module(torch.eye(dual.dimensions) * config.vector_length))
+    return modules
+
+
+def _prompt_metadata(name: str, prompt: str) -> dict[str, Any]:
+    """What makes `encode` put the prompt before each text."""
+    return {"prompts": {name: prompt}, "default_prompt_name": name} if prompt else {}
+
+
+def _pooling(encoder: Encoder, mode: str) -> _Module:
+    """The Pooling module, also in the older form, which has a flag for each mode."""
+    modes = {"cls": "cls_token", "mean": "mean_tokens"}
+    flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
+    return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})
+
+
+def _dense_module(
+    weight: Tensor, bias: Tensor | None = None, output: str = "", activation: str = _IDENTITY
+) -> _Module:
+    config = {
+        "in_features": weight.shape[1],
+        "out_features": weight.shape[0],
+        "bias": bias is not None,
+        "activation_function": activation,
+        **({"module_output_name": output} if output else {}),
+    }
+    weights = {"linear.weight": weight, **({} if bias is None else {"linear.bias": bias})}
+    return _Module("Dense", config, weights)
+
+
+def _tokenizer(tokenizer: RowTokenizer, separators: int = 1) -> Tokenizer:
+    """A copy that adds the special tokens by itself."""
+    assert isinstance(tokenizer, Tokenizer)
+    plain = Tokenizer(copy.deepcopy(tokenizer.hf))
+    set_template(plain.hf, separators)
+    return plain
+
+
+def _write_model(
+    folder: Path,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    truncation_side: Literal["left", "right"],
+    modules: Sequence[_Module],
+    metadata: dict[str, Any],
+) -> None:
+    encoder.save(folder)
+    tokenizer.save(folder)
+    path = folder / "tokenizer_config.json"
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if encoder.segments else [])]
+    _write_json(
+        path,
+        {
+            **json.loads(path.read_text(encoding="utf-8")),
+            "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
+            "model_max_length": max_tokens,
+            "model_input_names": names,
+            "truncation_side": truncation_side,
+            "padding_side": "right",
+            "split_special_tokens": True,  # "[SEP]" in somebody's text is text
+        },
+    )
+    limits = {"max_seq_length": max_tokens, "do_lower_case": False}
+    _write_json(folder / "sentence_bert_config.json", limits)
+    _write_json(folder / "config_sentence_transformers.json", metadata)
+    listing = [("", "Transformer")]
+    for number, module in enumerate(modules, 1):
+        name = f"{number}_{module.kind}"
+        (folder / name).mkdir()
+        listing.append((name, module.kind))
+        if module.config:
+            _write_json(folder / name / "config.json", module.config)
+        if module.weights:
+            weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
+            save_file(weights, folder / name / "model.safetensors")
+    types = [f"sentence_transformers.models.{kind}" for _, kind in listing]
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": types[number]}
+        for number, (path, _) in enumerate(listing)
+    ]
+    _write_json(folder / "modules.json", entries)
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,63 @@
+"""Private operators of torch, each behind a function that does without where a release lacks it.
+
+Public operators compute the same within rounding, but slower. No other module of `models` names a private
+operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.processor import processor
+
+Activation = Literal["none", "gelu", "swish"]
+"""swish: x · σ(x)."""
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "gelu": F.gelu,
+    "swish": F.silu,
+}
+_lay_out: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_int8_product: Any = getattr(torch, "_int_mm", None)
+
+
+def lay_out(weight: Tensor) -> Tensor:
+    """A weight in bf16 as `linear` takes it: laid out for the matrix units once, not for each product."""
+    laid_out: Tensor = _lay_out(weight) if _lay_out and _linear else weight
+    return laid_out
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """activation(x Wᵀ + b) in one pass, as torch's compiler has it where weights are constants."""
+    if _lay_out and _linear:
+        product: Tensor = _linear(inputs, weight, bias, activation, [], "none")
+        return product
+    return _ACTIVATIONS[activation](F.linear(inputs, weight, bias))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(attended [B, H, T, D], log-sums of the logits' powers [B, H, T] float32) of q, k, v [B, H, T, D]. The
+    mask, [B, 1 or H, 1 or T, T], is added to the logits."""
+    if _attention:
+        attended, log_sums = _attention(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        return attended, log_sums
+    logits = scale * (q.float() @ k.float().mT) + (0.0 if mask is None else mask.float())
+    return logits.softmax(dim=-1).to(v.dtype) @ v, logits.logsumexp(dim=-1)
+
+
+def int8_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+    """[N, O] float32. Without VNNI torch multiplies int8 20 times slower than float32. Where oneDNN is
+    bound to AVX2 on a processor with VNNI, its sums of 16 bits overflow."""
+    if _int8_product and processor().vnni:
+        product: Tensor = _int8_product(left_NI, right_OI.t()).float()
+        return product
+    return F.linear(left_NI.float(), right_OI.float())

@@ -1,0 +1,170 @@
+"""Packed rows compute what padded batches do."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    ModernBertConfig,
+    ModernBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from pipeline.models import cpu, packing
+from pipeline.models.encoder import Encoder, set_dropout
+from pipeline.models.packing import Packing
+from pipeline.models.tokens import Tokens
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 32, "max_position_embeddings": 24, "pad_token_id": 1, "initializer_range": 0.3,
+}  # fmt: skip
+OF_ITS_OWN = {"bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
+MODELS = {
+    "bert": (BertModel, BertConfig, {}),
+    "electra": (ElectraModel, ElectraConfig, {"embedding_size": 16}),
+    "roberta": (RobertaModel, RobertaConfig, {}),  # its positions start at pad + 1
+    "modernbert": (ModernBertModel, ModernBertConfig, {"global_attn_every_n_layers": 1, **OF_ITS_OWN}),
+}  # fmt: skip
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(packing, "_GROUP_TOKENS", 20)
+    monkeypatch.setattr(packing, "_ROW_TOKENS", 8)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def encoder(request):
+    return encoder_of(*MODELS[request.param])
+
+
+def encoder_of(model, config, more):
+    torch.manual_seed(0)
+    encoder = Encoder(model(config(**SIZES, **more))).train()
+    set_dropout(encoder, 0.0)
+    cpu.accelerate(encoder.hf)
+    return encoder
+
+
+def tokens_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 50, mask.shape, generator=generator).masked_fill(~mask, 1)
+    segments = (torch.arange(max(lengths)) >= 4).long().expand(mask.shape)
+    return Tokens(ids, mask, tuple(lengths), segments)
+
+
+def outputs_and_gradients(encoder, tokens):
+    """Of a random product of the outputs that are no pads'."""
+    encoder.zero_grad()
+    hidden = encoder(tokens)
+    factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    hidden = hidden * tokens.mask_BT[..., None]
+    (hidden * factors).sum().backward()
+    return hidden.detach(), {
+        name: value.grad.clone()
+        for name, value in encoder.named_parameters()
+        if value.grad is not None
+    }
+
+
+@given(LENGTHS, st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_outputs_and_gradients_are_those_of_the_padded_batch(encoder, lengths, seed):
+    tokens = tokens_of(lengths, seed)
+    found, gradients = outputs_and_gradients(encoder, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)  # which packs nothing
+        wanted, wanted_gradients = outputs_and_gradients(encoder, tokens)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in wanted_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_text_does_not_see_the_others(encoder):
+    """Not even with dropout in attention's own way."""
+    tokens = tokens_of([5, 9, 12, 3])
+    changed = tokens.ids_BT.clone()
+    changed[2] = tokens_of([5, 9, 12, 3], seed=7).ids_BT[2]
+    set_dropout(encoder, 0.2)
+    hidden = []
+    for ids in (tokens.ids_BT, changed):
+        torch.manual_seed(0)
+        hidden.append(encoder(tokens._replace(ids_BT=ids)))
+    set_dropout(encoder, 0.0)
+    assert torch.equal(hidden[0][[0, 1, 3]], hidden[1][[0, 1, 3]])
+    assert not torch.allclose(hidden[0][2], hidden[1][2])
+
+
+def packed_rows(encoder, tokens, monkeypatch):
+    """How many rows went through the model as one."""
+    seen = []
+    of = Packing.of
+    with monkeypatch.context() as patch:
+        patch.setattr(Packing, "of", lambda *given: seen.append(len(given[0])) or of(*given))
+        encoder(tokens)
+    return sum(seen)
+
+
+def test_only_training_on_texts_of_several_lengths_packs(encoder, monkeypatch):
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 3
+    assert packed_rows(encoder, tokens_of([9, 9, 9]), monkeypatch) == 0
+    encoder.eval()
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 0
+    encoder.train()
+
+
+@pytest.mark.parametrize(
+    "model", [
+        (ModernBertModel, ModernBertConfig, {"global_attn_every_n_layers": 2, **OF_ITS_OWN}),
+        (DistilBertModel, DistilBertConfig, {"dim": 16, "hidden_dim": 32, "n_heads": 4, "n_layers": 1}),
+    ], ids=["windows of attention", "not known to pack"],
+)  # fmt: skip
+def test_other_models_get_padded_batches(model, monkeypatch):
+    encoder = encoder_of(*model)
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 0
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_GROUP_TOKENS", budget)
+        packed = Packing.of(lengths, max(lengths) + 2)
+    assert sum(group.texts for group in packed.groups) == len(lengths)
+    for group in packed.groups:
+        assert group.texts == 1 or group.texts * group.length <= budget
+    tokens = sum(lengths)
+    places = [*range(tokens)]
+    assert packed.packed_P[packed.grouped_R[:tokens]].tolist() == places
+    padded = sum(group.texts * group.length for group in packed.groups)
+    assert sorted(packed.packed_P.tolist()) == places + [tokens] * (padded + 1 - tokens)
+    assert set(packed.grouped_R[tokens:].tolist()) == {padded}
+    padded = torch.arange(len(lengths))[:, None] * 100 + torch.arange(max(lengths) + 2)
+    assert len(packed.pack(padded)[0]) == tokens // 8 * 8 + 8  # more than there are tokens
+    rows = packed.pack(padded)[0, : sum(lengths)]
+    assert sorted(rows.tolist()) == [
+        row * 100 + place for row, length in enumerate(lengths) for place in range(length)
+    ]
+    assert (rows % 100).tolist() == packed.position_R[: sum(lengths)].tolist()
+
+
+def test_rows_have_little_to_spare_and_few_lengths():
+    tokens = range(1, 10_000)
+    rows = [count + packing._spare_count(count) for count in tokens]
+    assert all(row % 8 == 0 for row in rows)
+    assert all(
+        0 < row - count <= max(8, count / 16) for count, row in zip(tokens, rows, strict=True)
+    )
+    assert len(set(rows[5_000:])) < 20
