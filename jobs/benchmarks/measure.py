@@ -23,6 +23,7 @@ from pipeline.provenance import git_revision
 
 Key = TypeVar("Key")
 """Of a way to do the same."""
+_REST_S = 0.01
 Result = TypeVar("Result")
 
 
@@ -111,11 +112,13 @@ def take_turns(ways: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Ke
 def in_turn(ways: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
     """Seconds of each way, round by round; the clock waits for a GPU.
 
+    Before each there is a rest: OpenMP's threads of the way before it wait for more at full load, for 7 ms.
     A round before the first one, which compiles, allocates and maps pages, does not count.
     """
     from torch.utils.benchmark import timer
 
     def seconds(run: Callable[[], object]) -> float:
+        time.sleep(_REST_S)
         began = timer()
         run()
         return timer() - began

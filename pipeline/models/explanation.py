@@ -53,7 +53,7 @@ def explain(
 def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Attended:
     """Which tokens of a row of `Ranker.context_rows` each of the context's vectors attends to."""
     (weights_MT,) = inference.encode_rows(ranker, [row], ranker.dual.attention_to_tokens)
-    return Attended(ranker.tokenizer.pieces(row), weights_MT)
+    return Attended(ranker.tokenizer.pieces(row), weights_MT[:, : len(row)])
 
 
 def candidate_weights(

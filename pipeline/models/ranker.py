@@ -144,6 +144,12 @@ class Ranker(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    @property
+    def positions(self) -> int:
+        """Tokens that each of its encoders takes at most; of a ranker on a pre-trained encoder."""
+        assert not isinstance(self.network, ConvertNetwork)
+        return min(tower.positions for tower in _towers(self.network, self.config).values())
+
     def context_rows(self, contexts: Sequence[Sequence[str]]) -> list[list[int]]:
         if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
             config = self.config

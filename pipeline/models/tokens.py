@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
@@ -53,6 +54,12 @@ class Tokens(NamedTuple):
     def to(self, device: torch.device) -> Tokens:
         """The batch on a device; from pinned memory the copy does not wait."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def widened(self, width: int, pad: int) -> Tokens:
+        """The batch with padding up to a width, if it is not as wide."""
+        spare = max(0, width - self.ids_BT.shape[1])
+        wide = self.map_tensors(lambda tensor_BT: F.pad(tensor_BT, (0, spare)))
+        return wide._replace(ids_BT=F.pad(self.ids_BT, (0, spare), value=pad))
 
     def rows(self, start: int, stop: int) -> Tokens:
         """Rows start to stop, without columns that are padding in all of them."""

@@ -7,6 +7,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference, tokens
+from pipeline.models.encoder import Encoder
 from pipeline.models.precision import resolve_precision
 
 RNG = torch.Generator().manual_seed(0)
@@ -87,6 +88,30 @@ def test_batches_are_sorted_and_bounded_by_their_tokens(tiny, batches):
     longest = [length for _, length in batches]
     assert longest == sorted(longest, reverse=True)
     assert max(rows for rows, _ in batches) > 1
+
+
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
+def test_encoders_see_few_widths_and_no_place_that_they_lack(tiny, architecture):
+    """Widths are multiples of 8, or all positions of the encoder, here 27."""
+    ranker = tiny.ranker(architecture=architecture)
+    encoders = [part for part in ranker.modules() if isinstance(part, Encoder)]
+    for encoder in encoders:
+        encoder.hf.config.max_position_embeddings = 27
+    widths = set()
+    for encoder in encoders:
+        encoder.register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].ids_BT.shape[1]))
+    words = range(1, 9)
+    for count in words:
+        contexts, texts = [[sentence(count)]], [sentence(count), sentence(1)]
+        if architecture == "cross":
+            inference.pair_scores(ranker, contexts, [texts])
+        else:
+            inference.context_vectors(ranker, contexts)
+            inference.candidate_vectors(ranker, texts)
+    longest = max(len(row) for row in ranker.context_rows([[sentence(words[-1])]]))
+    assert len(widths) < len(words)
+    assert {width for width in widths if width % 8} <= {27}
+    assert max(widths) >= min(longest, 27)
 
 
 def test_a_text_over_the_budget_goes_alone(tiny, batches):
