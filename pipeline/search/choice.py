@@ -39,7 +39,7 @@ _ROUNDS = 2
 # What follows bounds, for each context: seconds in any case, rows that are scored first, the share of the
 # rows that bounds leave open where a context has several vectors, and how much longer a row takes that is
 # picked out. Measured with a poly-64 on 5,000 to 100,000 rows.
-_AFTER_S, _FIRST_ROWS, _PICKED = 0.35e-3, 256, 3
+_AFTER_S, _FIRST_ROWS, _PICKED = 0.5e-3, 512, 3
 _OPEN_SHARES: dict[Form, float] = {"vectors": 0.03, "sketch": 0.06}
 # Of all scores the best are selected, in one thread.
 _SELECTED_S = 6e-9
