@@ -47,7 +47,7 @@ _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
 _BLOCK_ROWS = 1 << 14
 # Rows that are scored at once, by so many vectors at most: their products stay in a core's cache.
-_SCORED_ROWS, _LEAST_SCORED, _MOST_SCORED, _SCORED_PRODUCTS = 1024, 128, 4096, 1 << 16
+_SCORED_ROWS, _LEAST_SCORED, _MOST_SCORED, _SCORED_PRODUCTS = 1024, 128, 8192, 1 << 16
 _EXACT_ROWS = 256  # in float64
 _OPEN_ROWS = 1 << 12
 _SEEDS = 256
