@@ -85,7 +85,7 @@ _COMPUTES = (
     "pipeline/pools",
     "pipeline/search",
 )
-# Of those, what any processor does alike: rows, texts, files.
+# Of those, what any processor does alike: rows, texts, files; files of tests, and single tests.
 _ALIKE = {
     *(f"pipeline/pools/test_{name}.py" for name in ("plan", "changes", "gate", "lock", "pool", "versions")),
     *(f"pipeline/models/{name}.py" for name in (
@@ -94,6 +94,11 @@ _ALIKE = {
         "interop/test_parlai", "interop/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
         "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
+    "pipeline/models/test_cpu.py::test_memory_that_is_kept_is_not_mapped_again_at_each_step",
+    "pipeline/models/convert_rt/test_encoder.py::test_parameters_are_the_papers",
+    "pipeline/models/convert_rt/test_encoder.py::test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second",
+    "pipeline/pools/test_embed.py::test_columns_of_a_data_frame_keep_their_meaning",
+    "pipeline/training/test_negatives.py::test_memory_does_not_grow_with_the_split",
 }  # fmt: skip
 
 
@@ -111,7 +116,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(map(starts_processes, functions)):
             item.add_marker("slow")
         file = item.path.relative_to(ROOT / "tests")
-        if file.as_posix() not in _ALIKE and any(map(file.is_relative_to, _COMPUTES)):
+        names = {file.as_posix(), f"{file.as_posix()}::{getattr(item, 'originalname', '')}"}
+        if _ALIKE.isdisjoint(names) and any(map(file.is_relative_to, _COMPUTES)):
             item.add_marker("processor")
 
 
