@@ -130,7 +130,7 @@ model = DualModule(PolyEncoder(encoder(), encoder(), PolyConfig(m=4)))
 def tokens(rows):
     mask = torch.ones(rows, 48, dtype=torch.bool)
     return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)
-batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples), tokens(0),
+batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples)[:, None], tokens(0),
                   torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1),
                   torch.zeros(examples, 0), torch.zeros(examples, 0))
 def kib(name):
