@@ -155,10 +155,8 @@ def run_job(verb: str, *arguments: object, **variables: str) -> Run:
             except subprocess.TimeoutExpired:
                 peak = max(peak, _memory(process.pid))
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # with its whole Ray, as the loss of a node would
+        with suppress(ProcessLookupError):  # its whole Ray, too, as the loss of a node would
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
         raise BadInput(f"{' '.join(command[1:])}: it failed")
