@@ -133,7 +133,7 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
     hint = ""
     if len(right) > 1:  # scores by the texts of answers alone are not those of the pool
         scores = dict(zip(names, evaluations, strict=True))[best]["least_scores"]
-        hint = "".join(f" {LeastScore(**score)}." for score in scores.values())
+        hint = "".join(f" {str(LeastScore(**score)).capitalize()}." for score in scores.values())
     return best, (
         f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}{by}. Users "
         f"who choose other words get fewer. Serves the {'trained' if best == 'ranker' else 'untrained'} one"

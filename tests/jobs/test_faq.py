@@ -193,7 +193,9 @@ def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     ]  # fmt: skip
     model, line = faq._best_model(steps)
     served = shares[["untrained", "ranker"].index(best)]
-    assert (f"below a score of {100 * served:.4g} lie 5% of the right" in line) == (len(shares) > 1)
+    assert (f". Below a score of {100 * served:.4g} lie 5% of the right" in line) == (
+        len(shares) > 1
+    )
     assert model == best
     assert f"of 24 questions of the table, among all answers: {counts}" in line
 
