@@ -15,8 +15,8 @@ from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, Mod
 from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
-from pipeline.models import cpu
-from pipeline.models.packing import first_position
+from pipeline.models import cpu, packing
+from pipeline.models.packing import Packing, first_position
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.settings import Shape, TrainLayers
 from pipeline.models.tokens import Tokens
@@ -74,6 +74,8 @@ class Encoder(TextEncoder):
         if getattr(hf, "pooler", None) is not None:
             hf.pooler = None  # never used here; DDP would wait for its gradients
         self.segments = getattr(hf.config, "type_vocab_size", 0) > 1
+        self.packs = False
+        """Whether texts of several lengths train as one row, without padding: `prepare_for_training`."""
 
     @classmethod
     def new(cls, shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Encoder:
@@ -128,11 +130,32 @@ class Encoder(TextEncoder):
 
     def forward(self, tokens: Tokens) -> Tensor:
         """[B, T, D]; the values at padding are undefined, so every use of them is masked."""
-        inputs = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}
+        inputs = {"input_ids": tokens.ids_BT}
         if self.segments and tokens.segments_BT is not None:
             inputs["token_type_ids"] = tokens.segments_BT
-        hidden_BTD: Tensor = self.hf(**inputs).last_hidden_state
+        # In evaluation batches come sorted, and have little padding. The compiler would compile every batch's
+        # lengths anew.
+        packs = self.packs and self.training and not torch.compiler.is_compiling()
+        if packs and len(set(tokens.lengths)) > 1:
+            return self._forward_packed(tokens, inputs)
+        hidden_BTD: Tensor = self.hf(
+            **inputs, attention_mask=tokens.mask_BT.long()
+        ).last_hidden_state
         return hidden_BTD
+
+    def _forward_packed(self, tokens: Tokens, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The packing travels as an argument that models hand on to their attention, so that layers which
+        gradient checkpointing computes again find it. A mask of four dimensions is used as it is, so none
+        is made of the row's length squared."""
+        device, width = tokens.ids_BT.device, tokens.ids_BT.shape[1]
+        packing = Packing.of(tokens.lengths, width).to(device)
+        row: Tensor = self.hf(
+            **{name: packing.pack(tensor_BT) for name, tensor_BT in inputs.items()},
+            position_ids=packing.position_R[None] + first_position(self.hf),
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.long, device=device),
+            packing=packing,
+        ).last_hidden_state
+        return packing.unpack(row)
 
 
 def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
@@ -228,22 +251,36 @@ def set_dropout(module: nn.Module, share: float) -> None:
             setattr(part, "attention_dropout", share)  # noqa: B010 - nn.Module types it a Tensor
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a part of it drops anything in training."""
+    return any(
+        (isinstance(part, nn.Dropout) and part.p > 0)
+        or (isinstance(share := getattr(part, "attention_dropout", None), float) and share > 0)
+        for part in module.modules()
+    )
+
+
 def prepare_for_training(
     module: nn.Module, device: torch.device, precision: Precision = "auto"
 ) -> None:
     """Chooses the implementation of every encoder in `module`, before it is wrapped or compiled.
 
-    On a CPU: `cpu.accelerate`. On a GPU: FlashAttention-2 where the package `flash_attn` is installed, the
-    model knows it and the computation is in bf16, because its kernels take no float32; else the library's
-    default, SDPA. A model with FlashAttention-2 is validated under bf16 autocast, too.
+    On a CPU: `cpu.accelerate`. On a GPU in bf16, as their kernels take no float32: FlashAttention-2 where the
+    package `flash_attn` is installed and the model knows it, else rows without padding, where the model knows
+    them and has no dropout. Else: the library's default, SDPA. A model with FlashAttention-2 is validated
+    under bf16 autocast, too.
     """
-    bf16 = resolve_precision(precision, device) == "bf16"
-    has_flash = device.type == "cuda" and bf16 and find_spec("flash_attn")
+    on_gpu = device.type == "cuda" and resolve_precision(precision, device) == "bf16"
     for part in module.modules():
-        if isinstance(part, Encoder) and device.type == "cpu":
-            cpu.accelerate(part.hf)
-        elif isinstance(part, Encoder) and has_flash and part.hf._supports_flash_attn:
+        if not isinstance(part, Encoder):
+            continue
+        if device.type == "cpu":
+            cpu.accelerate(part)
+        elif on_gpu and find_spec("flash_attn") and part.hf._supports_flash_attn:
             part.hf.set_attn_implementation("flash_attention_2")
+        elif on_gpu and packing.fits(part.hf) and not has_dropout(part):
+            packing.set_gpu_attention(part.hf)
+            part.packs = True
 
 
 def _quiet() -> None:

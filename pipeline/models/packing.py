@@ -2,18 +2,24 @@
 
 A batch that is drawn at random holds short and long texts: padded to its longest, half of ConvAI2's tokens
 are padding. So the tokens of all texts go as one row through the layers that look at a token alone, and
-only attention sees them text by text, padded in groups of similar lengths.
+only attention sees them text by text: on a CPU padded in groups of similar lengths, on a GPU by
+FlashAttention's form for texts of several lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 # Models known to take positions for a token from `position_ids` alone.
 _PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
@@ -24,6 +30,8 @@ _GROUP_TOKENS = 2_048
 # examples a step, one run each: 1,500 MiB at most and 1,406 after 40 steps; multiples of 512, a twentieth
 # of them spare: 1,551 and 1,343.)
 _ROW_PARTS, _ROW_TOKENS = 16, 64
+# Name of the attention in `transformers`' register.
+_GPU = "polyrank_varlen"
 
 
 @dataclass(frozen=True)
@@ -35,26 +43,28 @@ class _Group:
     """bool [texts, 1, 1, length], false at padding; None: there are none."""
 
 
+class Groups(NamedTuple):
+    """Texts of similar lengths, padded: P tokens with one more pad, one group after the other."""
+
+    groups: tuple[_Group, ...]
+    grouped_R: Tensor
+    """The place of each token of the row in the padded groups; spare tokens have the last place."""
+    packed_P: Tensor
+    """The place in the row of each token of the groups; padding has the first spare place."""
+
+
 @dataclass(frozen=True)
 class Packing:
     """The N tokens of B texts, shortest text first, as one row of R: N and some spare ones."""
 
     shape: tuple[int, int]
     """B, T"""
+    length_B: Tensor
+    """Ascending, on the CPU."""
     place_N: Tensor
     """The place of each token in [B · T]."""
     position_R: Tensor
     """The number of each token in its text."""
-    groups: tuple[_Group, ...]
-    """Padded, they are P tokens with one more pad, one group after the other."""
-    grouped_R: Tensor
-    """The place of each token in the padded groups; spare tokens have the last place."""
-    packed_P: Tensor
-    """The place in the row of each token of the groups; padding has the first spare place."""
-
-    @property
-    def spare(self) -> int:
-        return len(self.position_R) - len(self.place_N)
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int) -> Packing:
@@ -62,24 +72,48 @@ class Packing:
         length_B = torch.tensor(lengths)
         order_B = length_B.argsort(stable=True)
         length_B = length_B[order_B]
-        end_B = length_B.cumsum(0)
-        position_N = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
+        position_N = _positions(length_B)
         place_N = (order_B * width).repeat_interleave(length_B) + position_N
+        position_R = F.pad(position_N, (0, _spare_count(len(position_N))))
+        return cls((len(lengths), width), length_B, place_N, position_R)
+
+    def to(self, device: torch.device) -> Packing:
+        """With the places on the device of the batch."""
+        places = (
+            tensor.to(device, non_blocking=True) for tensor in (self.place_N, self.position_R)
+        )
+        return Packing(self.shape, self.length_B, *places)
+
+    @property
+    def spare(self) -> int:
+        return len(self.position_R) - len(self.place_N)
+
+    @cached_property
+    def ends(self) -> tuple[Tensor, int]:
+        """0 and the place behind each text, int32 on the device of the batch, the spare tokens one more
+        text; and the longest text's length."""
+        length_T = F.pad(self.length_B, (1, 1))
+        length_T[-1] = self.spare
+        ends = length_T.cumsum(0).int().to(self.place_N.device, non_blocking=True)
+        return ends, int(length_T.max())
+
+    @cached_property
+    def groups(self) -> Groups:
         groups, text_starts, start, tokens = [], [], 0, 0
-        for texts in _group_sizes(length_B.tolist(), _GROUP_TOKENS):
-            group_B = length_B[start : start + texts]
+        for texts in _group_sizes(self.length_B.tolist(), _GROUP_TOKENS):
+            group_B = self.length_B[start : start + texts]
             longest = int(group_B[-1])
             mask = None if group_B[0] == longest else torch.arange(longest) < group_B[:, None]
             text_starts.append(tokens + torch.arange(texts) * longest)
             groups.append(_Group(texts, longest, None if mask is None else mask[:, None, None]))
             start += texts
             tokens += texts * longest
-        position_R = F.pad(position_N, (0, _spare_count(len(position_N))))
-        grouped_N = torch.cat(text_starts).repeat_interleave(length_B) + position_N
-        grouped_R = F.pad(grouped_N, (0, len(position_R) - len(position_N)), value=tokens)
-        packed_P = torch.full((tokens + 1,), len(position_N))
-        packed_P[grouped_N] = torch.arange(len(position_N))
-        return cls((len(lengths), width), place_N, position_R, tuple(groups), grouped_R, packed_P)
+        starts_N = torch.cat(text_starts).repeat_interleave(self.length_B)
+        grouped_N = starts_N + _positions(self.length_B)
+        grouped_R = F.pad(grouped_N, (0, self.spare), value=tokens)
+        packed_P = torch.full((tokens + 1,), len(grouped_N))
+        packed_P[grouped_N] = torch.arange(len(grouped_N))
+        return Groups(tuple(groups), grouped_R, packed_P)
 
     def pack(self, padded_BT: Tensor) -> Tensor:
         """[B, T] → [1, R]"""
@@ -100,20 +134,26 @@ class Packing:
 
         [1, H, R, d] → [1, R, H, d], zeros for the spare ones.
         """
-        shape = query.shape[1::2]
-        sizes = [*(group.texts * group.length for group in self.groups), 1]
+        shape, (groups, grouped_R, packed_P) = query.shape[1::2], self.groups
+        sizes = [*(group.texts * group.length for group in groups), 1]
         split = (
-            torch.split(_move(tensor[0].transpose(0, 1), self.packed_P, self.grouped_R), sizes)
+            torch.split(_move(tensor[0].transpose(0, 1), packed_P, grouped_R), sizes)
             for tensor in (query, key, value)
         )
         parts = []
-        for group, *qkv in zip(self.groups, *split, strict=False):
+        for group, *qkv in zip(groups, *split, strict=False):
             padded = (
                 tensor.view(group.texts, group.length, *shape).transpose(1, 2) for tensor in qkv
             )
             parts.append(attention(*padded, group.mask).flatten(0, 1))
         parts.append(parts[0].new_zeros(1, *shape))
-        return _move(torch.cat(parts), self.grouped_R, self.packed_P)[None]
+        return _move(torch.cat(parts), grouped_R, packed_P)[None]
+
+
+def _positions(length_B: Tensor) -> Tensor:
+    """The number of each token in its text, one text after the other."""
+    end_B = length_B.cumsum(0)
+    return torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
 
 
 def _move(tokens: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
@@ -138,39 +178,44 @@ class _Move(torch.autograd.Function):
         return gradients[0].index_select(0, ctx.inverse), None, None
 
 
-def attach(hf: Any) -> None:
-    """Lets a `transformers` model whose attention takes a `packing` train without padding."""
+def fits(hf: Any) -> bool:
+    """Whether a `transformers` model computes packed rows, if its attention takes a `packing`."""
     layers = set(getattr(hf.config, "layer_types", None) or ["full_attention"])
-    if hf.config.model_type in _PACKED and layers == {"full_attention"}:
-        hf.register_forward_pre_hook(_pack, with_kwargs=True)
-        hf.register_forward_hook(_unpack, with_kwargs=True)
+    return hf.config.model_type in _PACKED and layers == {"full_attention"}
 
 
-def _pack(
-    hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A padded batch becomes one row. In evaluation batches come sorted, and have little padding.
+def set_gpu_attention(hf: Any) -> None:
+    """Gives a `transformers` model on a GPU an attention that takes a `packing`, in bf16 and without
+    dropout."""
+    AttentionInterface.register(_GPU, _attend_on_gpu)
+    AttentionMaskInterface.register(_GPU, sdpa_mask)
+    hf.set_attn_implementation(_GPU)
 
-    The packing travels as an argument that models hand on to their attention, so that layers which
-    gradient checkpointing computes again find it. A mask of four dimensions is used as it is, so none
-    is made of the row's length squared.
-    """
-    # The compiler would compile every batch's lengths anew.
-    if not hf.training or torch.compiler.is_compiling():
-        return None
-    mask_BT = kwargs["attention_mask"]
-    lengths = mask_BT.sum(dim=1).tolist()
-    if len(set(lengths)) == 1:
-        return None
-    packing = Packing.of(lengths, mask_BT.shape[1])
-    packed_inputs: dict[str, Any] = {
-        name: packing.pack(kwargs[name])
-        for name in ("input_ids", "token_type_ids")
-        if name in kwargs
-    }
-    packed_inputs["position_ids"] = packing.position_R[None] + first_position(hf)
-    packed_inputs["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
-    return args, {**kwargs, **packed_inputs, "packing": packing}
+
+def _attend_on_gpu(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[B, heads, T, d] → [B, T, heads, d]; of a packed row by FlashAttention's form for texts of several
+    lengths, where padding would be masked by a slower kernel."""
+    if packing is None:
+        attended, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return attended, None
+    width = query.shape[-1]
+    if scaling not in (None, width**-0.5):  # the scale of varlen_attn
+        query = query * (scaling * width**0.5)
+    ends, longest = packing.ends
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended_RHD: Tensor = varlen_attn(q, k, v, ends, ends, longest, longest)  # type: ignore[assignment]
+    return attended_RHD[None], None
 
 
 def first_position(hf: Any) -> int:
@@ -178,12 +223,6 @@ def first_position(hf: Any) -> int:
     table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return 0 if padding is None else padding + 1
-
-
-def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    if "packing" in kwargs:
-        output.last_hidden_state = kwargs["packing"].unpack(output.last_hidden_state)
-    return output
 
 
 def _spare_count(tokens: int) -> int:

@@ -97,7 +97,6 @@ def chosen(tiny, monkeypatch):
         monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: matrix_units)
         prepare_for_training(nn.Sequential(encoder), torch.device(device), precision)
         assert len(calls) <= 1
-        assert device != "cuda" or not encoder.hf._forward_pre_hooks  # nothing of ours
         return calls[0] if calls else None
 
     return choose

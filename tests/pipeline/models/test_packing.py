@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pipeline.models import cpu, packing
-from pipeline.models.encoder import Encoder, set_dropout
+from pipeline.models.encoder import Encoder, prepare_for_training, set_dropout
 from pipeline.models.packing import Packing
 from pipeline.models.tokens import Tokens
 
@@ -53,7 +53,7 @@ def encoder_of(model, config, more):
     torch.manual_seed(0)
     encoder = Encoder(model(config(**SIZES, **more))).train()
     set_dropout(encoder, 0.0)
-    cpu.accelerate(encoder.hf)
+    cpu.accelerate(encoder)
     return encoder
 
 
@@ -69,7 +69,9 @@ def outputs_and_gradients(encoder, tokens):
     """Of a random product of the outputs that are no pads'."""
     encoder.zero_grad()
     hidden = encoder(tokens)
-    factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(
+        hidden.device
+    )
     hidden = hidden * tokens.mask_BT[..., None]
     (hidden * factors).sum().backward()
     return hidden.detach(), {
@@ -142,15 +144,16 @@ def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_GROUP_TOKENS", budget)
         packed = Packing.of(lengths, max(lengths) + 2)
-    assert sum(group.texts for group in packed.groups) == len(lengths)
-    for group in packed.groups:
+        groups, grouped, place_in_row = packed.groups
+    assert sum(group.texts for group in groups) == len(lengths)
+    for group in groups:
         assert group.texts == 1 or group.texts * group.length <= budget
     tokens = sum(lengths)
     places = [*range(tokens)]
-    assert packed.packed_P[packed.grouped_R[:tokens]].tolist() == places
-    padded = sum(group.texts * group.length for group in packed.groups)
-    assert sorted(packed.packed_P.tolist()) == places + [tokens] * (padded + 1 - tokens)
-    assert set(packed.grouped_R[tokens:].tolist()) == {padded}
+    assert place_in_row[grouped[:tokens]].tolist() == places
+    padded = sum(group.texts * group.length for group in groups)
+    assert sorted(place_in_row.tolist()) == places + [tokens] * (padded + 1 - tokens)
+    assert set(grouped[tokens:].tolist()) == {padded}
     padded = torch.arange(len(lengths))[:, None] * 100 + torch.arange(max(lengths) + 2)
     assert len(packed.pack(padded)[0]) == tokens // 8 * 8 + 8  # more than there are tokens
     rows = packed.pack(padded)[0, : sum(lengths)]
@@ -168,3 +171,25 @@ def test_rows_have_little_to_spare_and_few_lengths():
         0 < row - count <= max(8, count / 16) for count, row in zip(tokens, rows, strict=True)
     )
     assert len(set(rows[5_000:])) < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_gpu_computes_packed_rows_as_a_cpu_does(kind):
+    """bf16 has three digits."""
+    torch.manual_seed(0)
+    model, config, more = MODELS[kind]
+    encoder = Encoder(model(config(**{**SIZES, "hidden_size": 32}, **more))).train()
+    set_dropout(encoder, 0.0)
+    tokens, device = tokens_of([5, 12, 12, 1, 7]), torch.device("cuda")
+    expected, expected_gradients = outputs_and_gradients(encoder, tokens)
+    prepare_for_training(encoder.to(device), device, "bf16")
+    assert encoder.packs
+    with torch.autocast("cuda", torch.bfloat16):
+        found, gradients = outputs_and_gradients(encoder, tokens.to(device))
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
+    least = 0.1 * max(gradient.norm() for gradient in expected_gradients.values())
+    for name, gradient in expected_gradients.items():
+        difference = (gradients[name].cpu() - gradient).norm() / gradient.norm().clamp(min=least)
+        assert difference < 0.05, (name, difference)
