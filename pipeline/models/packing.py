@@ -79,9 +79,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """With the places on the device of the batch."""
-        places = (
-            tensor.to(device, non_blocking=True) for tensor in (self.place_N, self.position_R)
-        )
+        places = (_copied(tensor, device) for tensor in (self.place_N, self.position_R))
         return Packing(self.shape, self.length_B, *places)
 
     @property
@@ -94,7 +92,7 @@ class Packing:
         text; and the longest text's length."""
         length_T = F.pad(self.length_B, (1, 1))
         length_T[-1] = self.spare
-        ends = length_T.cumsum(0).int().to(self.place_N.device, non_blocking=True)
+        ends = _copied(length_T.cumsum(0).int(), self.place_N.device)
         return ends, int(length_T.max())
 
     @cached_property
@@ -148,6 +146,12 @@ class Packing:
             parts.append(attention(*padded, group.mask).flatten(0, 1))
         parts.append(parts[0].new_zeros(1, *shape))
         return _move(torch.cat(parts), grouped_R, packed_P)[None]
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a device. A copy to a GPU waits for what the GPU computes, unless it is from pinned memory."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def _positions(length_B: Tensor) -> Tensor:

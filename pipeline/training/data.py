@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -245,6 +245,7 @@ class Batches:
                     if number >= skip:
                         generator = self._generator(epoch, window, number + 1)
                         batch = self.collator.collate(items, generator)
+                        batch = batch.pin() if torch.cuda.is_available() else batch
                         yield batch, Cursor(epoch, window, number + 1, self.rows.world)
                 window, skip = window + 1, 0
             epoch, window = epoch + 1, 0
@@ -324,8 +325,26 @@ def right_answers(
     return [RightAnswers(sets) for sets in sets_of_rows]
 
 
+class _Batch:
+    """Tensors and tokens of a step."""
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        values = vars(self).values()
+        return type(self)(
+            *(v.map_tensors(change) if isinstance(v, Tokens) else change(v) for v in values)
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """The batch on a device; from pinned memory the copy does not wait."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Self:
+        """The batch in pinned memory, from which a copy to a GPU does not wait."""
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
+
+
 @dataclass(frozen=True)
-class DualBatch:
+class DualBatch(_Batch):
     """Contexts and their responses; row i answers row i."""
 
     contexts: Tokens
@@ -345,9 +364,6 @@ class DualBatch:
     def __len__(self) -> int:
         return len(self.keys_BS)
 
-    def to(self, device: torch.device) -> DualBatch:
-        return DualBatch(*(value.to(device) for value in vars(self).values()))
-
     def part(self, start: int, stop: int) -> DualBatch:
         """Examples start to stop."""
         count = self.negative_keys_BK.shape[1]
@@ -364,7 +380,7 @@ class DualBatch:
 
 
 @dataclass(frozen=True)
-class PairBatch:
+class PairBatch(_Batch):
     """Contexts, each with C candidates, as B · C pairs."""
 
     pairs: Tokens
@@ -376,9 +392,6 @@ class PairBatch:
 
     def __len__(self) -> int:
         return len(self.key_BC)
-
-    def to(self, device: torch.device) -> PairBatch:
-        return PairBatch(*(value.to(device) for value in vars(self).values()))
 
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""
