@@ -33,6 +33,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachetools import TTLCache
+
 from serve import tracing
 from serve.refusals import Refusal, overload_refusal, too_late_refusal
 
@@ -44,6 +46,10 @@ _WAITING_SHARE = 0.5
 ended after their deadlines: of 600 that could be computed in time 100 were."""
 _NICENESS_STEP = 10
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
+_SHORT_BATCH_S = 0.03
+"""What a batch takes at most, about, while one sender has most of the rows and others are there: a row that
+arrives waits for the end of a batch in each of its stages."""
+_PRESENT_S = 2.0  # for which a sender is there after a request
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
@@ -194,6 +200,9 @@ class Batcher:
         self._finish = 0.0  # of the queue that was computed last, before that
         self._queues: dict[tuple[str, bool], _Queue] = {}
         self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
+        self._batch_means: dict[str, _Mean] = defaultdict(_Mean)  # the same of a stage's batches
+        # Of more senders than are ever there at once; a hundred of them are as good as all.
+        self._present = TTLCache[str, bool](100, _PRESENT_S, time.monotonic)
         self._closed = False
         self._failures: dict[str, int] = {}  # in a row, by stage
         self._busy_since: float | None = None
@@ -289,6 +298,8 @@ class Batcher:
             raise refusal
         request.is_admitted = True
         key = SENDER.get(), is_bulk
+        with self._changed:
+            self._present[SENDER.get()] = True
         queue = self._queues.setdefault(key, _Queue(_BULK if is_bulk else 1.0))
         part = _Part(queue, request, cost, mean)
         queue.parts.add(part)
@@ -355,13 +366,13 @@ class Batcher:
         heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
-        cost = 0.0
+        cost, most_cost = 0.0, self._most_cost(stage, heaps)
         while heaps and len(batch) < self._batch_rows:
             _, (_, _, call), queue = _next_queue(heaps)
             rows_left, row_cost = len(call.rows) - call.taken, call.costs[call.taken]
             if call.future.done():  # it is too late, or its client has left
                 taken = rows_left
-            elif batch and cost + row_cost > stage.batch_cost:
+            elif batch and cost + row_cost > most_cost:
                 break
             else:
                 taken = 1
@@ -378,6 +389,14 @@ class Batcher:
             del self._calls[together]
         return batch
 
+    def _most_cost(self, stage: Stage, heaps: Mapping[_Queue, _Heap]) -> float:
+        """The most cost of the next batch."""
+        rows = [queue.rows for queue in heaps]
+        unit_s = self._batch_means[stage.name].value
+        if not unit_s or len(self._present) < 2 or 2 * max(rows) <= sum(rows):
+            return stage.batch_cost
+        return min(stage.batch_cost, _SHORT_BATCH_S / unit_s)
+
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""
         stage, began = batch[0][0].stage, time.monotonic()
@@ -393,6 +412,7 @@ class Batcher:
             return
         self._failures.pop(stage.name, None)
         seconds, cost = time.monotonic() - began, sum(call.costs[place] for call, place in batch)
+        self._batch_means[stage.name].add(seconds / cost)
         try:
             waited_s = began - min(call.since for call, _ in batch)
             self._on_batch(Batch(stage.name, len(batch), cost, waited_s, seconds))

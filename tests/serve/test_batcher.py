@@ -336,6 +336,35 @@ def test_what_requests_took_is_what_the_next_are_expected_to_take(batcher, monke
         assert batcher._waiting_s(True) == pytest.approx(15.0)
 
 
+def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(batcher, monkeypatch):
+    """Ten milliseconds a row, so three rows are 30 ms; two senders of as many rows share long batches."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    gate = Gate()
+    sizes = list[int]()
+
+    def work(rows: list[str]) -> list[str]:
+        assert gate.opened.wait(60)
+        clock.now += 0.01 * len(rows)
+        sizes.append(len(rows))
+        return rows
+
+    stage = Stage("work", work, 100)
+
+    async def ask(sender: str, rows: int) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 0.1, clock.now + 60):
+            await batcher.run(stage, ["row"] * rows, [1] * rows, clock.now + 60)
+
+    gate.opened.set()
+    for sender, rows in (("many", 10), ("many", 10), ("few", 1), ("many", 10)):
+        run(ask(sender, rows))
+    assert sizes == [10, 10, 1, 3, 3, 3, 1]
+    gate.opened.clear()
+    sizes.clear()
+    run(behind(gate, batcher, lambda: [ask("few", 5), ask("many", 5)]))
+    assert sizes == [10]
+
+
 def test_the_watch_hears_of_every_batch():
     heard: list[Batch] = []
     batcher = Batcher(60.0, heard.append)
