@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 
 from pipeline.models import cpu
 from pipeline.models.encoder import TextEncoder
+from pipeline.models.int8 import quantise_layers
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
@@ -37,10 +38,15 @@ Rows = list[list[int]]
 
 
 def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
-    """As `place`; where it computes in bf16, its encoders' weights are bf16 from now on (`to_bf16`)."""
+    """As `place`, for inference only: where it computes in bf16 or 8 bits, its encoders' weights are of that
+    type from now on."""
     place(ranker.eval(), device, precision)
     if ranker.precision == "bf16":
         to_bf16(ranker)
+    elif ranker.precision == "int8":
+        for module in list(ranker.modules()):
+            if isinstance(module, TextEncoder):
+                quantise_layers(module)
     return ranker
 
 

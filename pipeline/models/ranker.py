@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from pipeline.config import BadInput
 from pipeline.models import convert_rt
 from pipeline.models.convert_rt import ConvertNetwork, ConvertTokenizer
-from pipeline.models.convert_rt.quantisation import Int8Linear
 from pipeline.models.encoder import Encoder, read_weights
 from pipeline.models.heads import (
     BiEncoder,
@@ -36,6 +35,7 @@ from pipeline.models.heads import (
     PolyEncoder,
     VectorNetwork,
 )
+from pipeline.models.int8 import Int8Linear, quantise_layers
 from pipeline.models.precision import Precision
 from pipeline.models.pretraining_heads import read_next_head
 from pipeline.models.settings import (
@@ -138,7 +138,7 @@ class Ranker(nn.Module):
             raise BadInput("int8: true is not allowed; allowed: false, but for architecture 'convert' with "
                            "ranker.quantised true")  # fmt: skip
         self.config = network.config = replace(config, block_weights="int8")
-        convert_rt.quantise_blocks(network.blocks)
+        quantise_layers(network.blocks)
 
     @property
     def device(self) -> torch.device:

@@ -64,7 +64,8 @@ class EmbedConfig(tables.TableFormat):
     dtype: Dtype = "float32"
     """The stored type of a vector: float32, bfloat16, float16, or int8 with a scale for each vector."""
     precision: Precision = "auto"
-    """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it.
+    """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it. int8:
+    layers of 8 bits, on CPUs with VNNI and without bf16 2.5 times as fast as float32.
     Vectors of another precision are not copied from the version before."""
     neighbours: bool = False
     """Make an index for approximate searches. It needs faiss-cpu, and a byte for six numbers."""

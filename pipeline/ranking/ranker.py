@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from pipeline.config import require
+from pipeline.models.precision import Precision
 from pipeline.ranking import inputs
 from pipeline.ranking.inputs import Context, Where
 from pipeline.ranking.results import Ranking, best_results, results_at
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from pipeline.arrays import Bools, Floats
     from pipeline.artifact import Artifact
-    from pipeline.models.precision import Precision
     from pipeline.models.ranker import Ranker as RankerModule
     from pipeline.models.settings import RankerConfig
     from pipeline.pools.pool import Method, Pool
@@ -86,7 +86,7 @@ class Ranker:
         """Loads a ranker of jobs.finetune or jobs.convert_model, or a plain copy of its files.
 
         `uri`: a folder, here or in an object store (s3://…, gs://…), or `models:/name@alias` of MLflow's
-        registry. `precision`: fp32, bf16, or auto, which is bf16 where the hardware multiplies it.
+        registry. `precision`: fp32, bf16, auto, which is bf16 where the hardware multiplies it, or int8.
         `device`: cpu, cuda, or auto, which is a GPU if there is one.
 
         Raises BadInput if there is no ranker at the URI, or if its files are damaged.
@@ -164,7 +164,7 @@ class Ranker:
 
     @property
     def precision(self) -> str:
-        """The precision of computation: bf16 or fp32; scores and vectors are float32."""
+        """The precision of computation: bf16, fp32 or int8; scores and vectors are float32."""
         return str(self.module.precision)
 
     @cached_property
@@ -394,7 +394,8 @@ def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerM
     from pipeline.engine.resources import best_device
     from pipeline.models import inference
 
-    require(precision in ("auto", "bf16", "fp32"), "precision", precision, "auto, bf16, fp32")
+    names = get_args(Precision)
+    require(precision in names, "precision", precision, ", ".join(names))
     if device == "auto":
         return inference.prepare(module, best_device(), precision)
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -39,7 +39,7 @@ from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
 from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import peak_flops
-from pipeline.models.precision import Resolved
+from pipeline.models.precision import Trained as TrainedPrecision
 from pipeline.storage import node_cache
 from pipeline.storage.failures import cause_of
 from pipeline.training.checkpoint import (
@@ -259,7 +259,7 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], Resolved]:
+def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], TrainedPrecision]:
     """One worker of Ray Train; returns what `_Rank.train` returns."""
     context = ray.train.get_context()
     torch.set_num_threads(spec.threads)
@@ -306,7 +306,7 @@ class _Rank:
     metrics: dict[str, float] = field(default_factory=dict)
     """The last ones."""
 
-    def train(self) -> tuple[dict[str, float], Resolved]:
+    def train(self) -> tuple[dict[str, float], TrainedPrecision]:
         """Builds the task, restores the last checkpoint, trains, saves; returns the last metrics and the
         precision."""
         spec, device = self.spec, self.device

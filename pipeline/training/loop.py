@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Stopped, require
-from pipeline.models.precision import Precision, Resolved, resolve_precision
+from pipeline.models.precision import Precision, Trained, resolve_precision
 from pipeline.training.checkpoint import (
     Cursor,
     Saved,
@@ -517,7 +517,7 @@ def gather_items(items: list[ItemT]) -> list[ItemT]:
     return [item for part in parts for item in part]
 
 
-def agree_on_precision(name: Precision, device: torch.device) -> Resolved:
+def agree_on_precision(name: Precision, device: torch.device) -> Trained:
     """What `name` stands for on the hardware of all ranks: bf16 where each of them computes in it."""
     is_bf16 = torch.tensor(int(resolve_precision(name, device) == "bf16"), device=device)
     return "bf16" if reduce_over_ranks(is_bf16, dist.ReduceOp.MIN) else "fp32"

@@ -12,7 +12,7 @@ import torch
 from pipeline.artifact import open_artifact
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference, sources
-from pipeline.models.convert_rt.quantisation import Int8Linear
+from pipeline.models.int8 import Int8Linear
 from pipeline.models.ranker import load_ranker
 from serve.engine import Engine
 

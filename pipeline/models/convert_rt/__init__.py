@@ -14,7 +14,6 @@ from pipeline.models.convert_rt.encoder import (
     token_vectors,
 )
 from pipeline.models.convert_rt.folder import load, new, save
-from pipeline.models.convert_rt.quantisation import quantise_blocks
 from pipeline.models.convert_rt.tokenizer import ConvertTokenizer, token_ids
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "feed_forward_2",
     "load",
     "new",
-    "quantise_blocks",
     "reduced",
     "save",
     "token_ids",

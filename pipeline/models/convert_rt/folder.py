@@ -21,13 +21,7 @@ from torch import Tensor
 
 from pipeline.config import BadInput
 from pipeline.models.convert_rt.encoder import ConvertNetwork
-from pipeline.models.convert_rt.quantisation import (
-    Int8Linear,
-    Table,
-    dequantise,
-    linear_layers,
-    replace_layer,
-)
+from pipeline.models.convert_rt.quantisation import Table, dequantise
 from pipeline.models.convert_rt.start import (
     rarity,
     start_from_shared_words,
@@ -35,6 +29,7 @@ from pipeline.models.convert_rt.start import (
 )
 from pipeline.models.convert_rt.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.encoder import read_weights
+from pipeline.models.int8 import Int8Linear, linear_layers, replace_layer
 from pipeline.models.settings import ConvertConfig
 
 WEIGHTS = "weights.safetensors"

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from pipeline.config import BadInput
 from pipeline.models.convert_rt import ConvertNetwork
 from pipeline.models.convert_rt.encoder import Places
-from pipeline.models.convert_rt.quantisation import Int8Linear, linear_layers, replace_layer
+from pipeline.models.int8 import Int8Linear, linear_layers, replace_layer
 from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS
 

@@ -266,7 +266,7 @@ WRONG_CALLS = {
     'Ranker.load("some/model")': "hub: Ranker.from_sentence_transformers('some/model')",
     'Ranker.load("pools/replies/v-1")': "kind is 'pool'; needed here: ranker",
     'Ranker.load("st/candidate")': "Ranker.from_sentence_transformers",
-    'Ranker.load("rankers/poly", precision="int8")': "precision: 'int8' is not allowed",
+    'Ranker.load("rankers/poly", precision="int4")': "precision: 'int4' is not allowed",
     'Ranker.load("rankers/poly", device="tpu")': "device: 'tpu' is not allowed",
     'Ranker.from_sentence_transformers("rankers/cross")': "not of sentence-transformers",
     'Ranker.from_sentence_transformers("gone/far/away")': "gone/far/away: no such folder",

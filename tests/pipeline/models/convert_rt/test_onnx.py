@@ -10,7 +10,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.convert_rt.quantisation import linear_layers, replace_layer
+from pipeline.models.int8 import linear_layers, replace_layer
 from pipeline.models.interop import to_onnx
 from pipeline.models.ranker import load_ranker
 

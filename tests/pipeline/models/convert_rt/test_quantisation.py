@@ -8,19 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.convert_rt.folder import WEIGHTS
-from pipeline.models.convert_rt.quantisation import (
-    Int8Linear,
-    Table,
-    dequantise,
-    quantise,
-    value_range,
-)
+from pipeline.models.convert_rt.quantisation import Table, dequantise, quantise, value_range
+from pipeline.models.int8 import Int8Linear
 from pipeline.models.ranker import load_ranker, new_ranker
 
 NUMBERS = st.floats(-5, 5, width=32)
@@ -67,36 +60,6 @@ TEXTS = ["the cat.", "", "😀 жж", "a longer text than the others, it is", "a
 def candidates(ranker):
     ranker.precision = "fp32"
     return inference.candidate_vectors(ranker, TEXTS)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_products_are_those_of_the_formula(bias):
-    layer, inputs_NI = nn.Linear(24, 40, bias=bias), torch.randn(7, 24)
-    inputs_NI[2] = 0
-
-    def levels(rows):
-        scale = np.abs(rows).max(axis=1, keepdims=True).clip(1e-12) / 127
-        return np.rint(rows / scale), scale
-
-    x, s_x = levels(inputs_NI.numpy())
-    w, s_w = levels(layer.weight.detach().numpy())
-    expected = (x @ w.T) * s_x * s_w.T
-    if bias:
-        expected += layer.bias.detach().numpy()
-    found = Int8Linear.of(layer)(inputs_NI)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    exact = layer(inputs_NI).detach()
-    assert (found - exact).abs().max() < 0.03 * exact.abs().max()
-    assert Int8Linear.of(layer)(inputs_NI.bfloat16()).dtype == torch.bfloat16
-
-
-def test_a_wide_layer_takes_memory_for_its_products_and_its_outputs_alone():
-    """Memory for every step between them would take longer than the product."""
-    layer, inputs_NI = Int8Linear.of(nn.Linear(8, 512)), torch.randn(256, 8)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        outputs_NO = layer(inputs_NI)
-    taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
-    assert taken < 2.5 * outputs_NO.nbytes
 
 
 def test_a_quantised_model_encodes_nearly_the_same_and_comes_back(convert, tmp_path):
