@@ -187,7 +187,6 @@ def page(chromium, port) -> Iterator[browsers.Page]:
     page.open(f"http://127.0.0.1:{port}/")
     page.until(POOL_IS_THERE)
     yield page
-    page.send("Page.close")  # the open ones would share the processors
     assert page.complaints == []
 
 
