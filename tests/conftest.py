@@ -83,6 +83,7 @@ settings.load_profile("polyrank")
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 _PROCESSES = {"subprocess", "run_in_processes"}
+_LONGEST = {"test_end_to_end.py", "test_faults.py", "test_page_commands.py"}
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
@@ -111,7 +112,9 @@ _ALIKE = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
     processes, themselves or by a fixture, or that are about whole jobs (`slow`). Marks what `make test-avx2`
-    runs (`processor`): those of what computes, or chooses how; some files mark their own."""
+    runs (`processor`): those of what computes, or chooses how; some files mark their own. The longest files
+    come first, else one process would work on them at the end while the others have nothing to do."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "jobs"):
             item.add_marker("slow")
