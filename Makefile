@@ -35,8 +35,9 @@ test-fast: .venv/installed
 # Where the processor has no more than AVX2, `make test` was this.
 IF_NEWER := case $$($(BIN)/python -m pipeline.processor) in plain|avx2) echo "the processor has no more than AVX2";; *)
 
+# In one process: another one would import and read all tests for 12 s more.
 test-avx2: .venv/installed
-	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -n 2 -m "processor and not long and not ray";; esac
+	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -m "processor and not long and not ray";; esac
 
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long

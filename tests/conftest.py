@@ -49,6 +49,7 @@ from pipeline import progress, storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
+from pipeline.models import flops
 from pipeline.models.convert_rt.tokenizer import save_vocabulary
 from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import new_ranker
@@ -57,13 +58,16 @@ from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.pools import build
 from pipeline.pools.vector_format import encode
-from pipeline.training import tokenized_corpus
+from pipeline.training import estimate, tokenized_corpus
 from pipeline.training.settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
 progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for its bar
+# A dry run measures steps for 5 s, a pre-training the peak of the processor for 1 s.
+estimate._MEASURED_SECONDS = 0.05
+flops._MEASURED_SECONDS, flops._MEASURED_SIZE = 0.01, {"cpu": 256}
 
 # Collections look at the objects of the tests alone, and less often: `make test-fast` takes a tenth less.
 gc.freeze()
@@ -79,6 +83,7 @@ settings.load_profile("polyrank")
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 _PROCESSES = {"subprocess", "run_in_processes"}
+_LONGEST = {"test_end_to_end.py", "test_faults.py", "test_page_commands.py"}
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
@@ -93,19 +98,23 @@ _ALIKE = {
         "convert_rt/test_onnx", "convert_rt/test_start", "convert_rt/test_tokenizer",
         "interop/test_parlai", "interop/test_sentence_transformers")),
     *(f"pipeline/training/test_{name}.py" for name in (
-        "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint")),
+        "tokenizer", "data", "pretraining_data", "utterance_pairs", "token_masking", "checkpoint",
+        "data_parallel", "distributed")),  # what ranks exchange
     "pipeline/models/test_cpu.py::test_memory_that_is_kept_is_not_mapped_again_at_each_step",
     "pipeline/models/convert_rt/test_encoder.py::test_parameters_are_the_papers",
     "pipeline/models/convert_rt/test_encoder.py::test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second",
     "pipeline/pools/test_embed.py::test_columns_of_a_data_frame_keep_their_meaning",
     "pipeline/training/test_negatives.py::test_memory_does_not_grow_with_the_split",
+    "pipeline/training/test_optimization.py::test_a_resumed_run_lets_go_of_the_checkpoint",
 }  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
     processes, themselves or by a fixture, or that are about whole jobs (`slow`). Marks what `make test-avx2`
-    runs (`processor`): those of what computes, or chooses how; some files mark their own."""
+    runs (`processor`): those of what computes, or chooses how; some files mark their own. The longest files
+    come first, else one process would work on them at the end while the others have nothing to do."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "jobs"):
             item.add_marker("slow")

@@ -33,7 +33,6 @@ from pipeline.config import parse
 from pipeline.corpora.formats import pairs
 from pipeline.engine import executors
 from pipeline.pools.embed import EmbedConfig
-from pipeline.training import estimate
 from pipeline.training.settings import TokenizerConfig
 from serve.engine import Engine
 from serve.http import api
@@ -359,7 +358,6 @@ def reader(
 ) -> Iterator[Callable[[str], Reader]]:
     """`reader(page)`: with a registry of its own, whose model `dialogue` has all three aliases."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", other_store(tmp_path / "mlflow.db"))
-    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.1)
     mlflow.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
     poly = inputs["rankers/poly"]
     shutil.copytree(poly, tmp_path / "candidate")  # as good as the champion: it may be promoted

@@ -329,20 +329,20 @@ def test_nodes_get_the_lock_and_the_token_that_clients_need(config):
 def test_nodes_start_ray_with_tokens_and_haproxy(config, node, tmp_path):
     environment = environment_of_ray(config, node, tmp_path)
     assert environment["RAY_AUTH_MODE"] == "token"
-    script = "from ray.serve._private import constants; print(constants.RAY_SERVE_ENABLE_HA_PROXY)"
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+
+
+def test_serve_reads_its_variables_as_they_are_meant(tmp_path):
+    """A proxy of a node asks the replicas of all nodes; else a full replica of its own node refuses what an
+    idle one could answer."""
+    script = (
+        "from ray.serve._private import constants as c\n"
+        "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING)"
+    )
+    environment = environment_of_ray(CLUSTER, "worker", tmp_path)
     printed = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path,
                              capture_output=True, text=True, check=True).stdout  # fmt: skip
-    assert printed == "True\n"
-
-
-def test_a_proxy_of_a_node_asks_the_replicas_of_all_nodes(tmp_path):
-    """Else a full replica of its own node refuses what an idle one could answer."""
-    name = "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"
-    script = f"from ray.serve._private.constants import {name}; print({name})"
-    environment = environment_of_ray(CLUSTER, "worker", tmp_path)
-    found = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path,
-                           capture_output=True, text=True, check=True).stdout  # fmt: skip
-    assert found == "False\n"
+    assert printed == "True False\n"
 
 
 def test_the_files_of_what_processes_print_do_not_grow_for_ever(tmp_path):

@@ -32,7 +32,7 @@ from tests.serve.conftest import tiny_classifier, tiny_pool  # noqa: F401, fixtu
 ROOT = Path(__file__).parents[2]
 # Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
-_STORE = {"object_store_memory": 80 << 20}
+_STORE = {"object_store_memory": 80 << 20, "include_log_monitor": False}
 # At Ray's 15 a worker waits for minutes where other tests take the cores.
 NOT_NICE = {"RAY_worker_niceness": "0"}
 _HEAD_ID = "f" * 51 + "00000"
@@ -64,6 +64,7 @@ def head(
         *(f"--num-gpus={gpus}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
         *(f"--num-cpus={0 if node_types else cpus}", f"--object-store-memory={100 << 20}"),
         f"--resources={json.dumps(dict(resources))}",
+        "--include-log-monitor=false",  # nobody reads here what it sends to drivers
     ]
     more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", **NOT_NICE,
             # Jobs run `python`, which on a node is that of its environment.

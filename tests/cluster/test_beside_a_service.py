@@ -120,6 +120,7 @@ def candidates(tmp_path):
     return file
 
 
+@pytest.mark.long  # the wait is that of the tests above; test_run.py has jobs that end in one line
 def test_the_nightly_job_ends_in_one_line_where_a_replica_holds_the_only_gpu(
     node, tiny_ranker, candidates, tmp_path
 ):

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from pipeline.config import BadInput
 from pipeline.engine import resources, waiting
 from pipeline.engine.actors import Actors
-
-from .conftest import ROOT
 
 DRIVER = """
 import sys
@@ -68,17 +63,6 @@ def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, red
 
 def test_ray_prints_no_line_of_its_own_when_a_job_joins_a_cluster(driven):
     assert "RAY_BACKEND_LOG_LEVEL" not in driven.stderr
-
-
-def test_a_ray_of_our_own_prints_no_line_of_its_own():
-    source = (
-        "import os, sys\nfrom jobs import cluster\nwith cluster.session(): os.write(2, b'in')\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "in")
 
 
 def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(local_ray):

@@ -324,10 +324,11 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     s3.fail_every = 50
     try:
         made = submit_job("prepare_corpus", *options, "--input", f"{bucket}/dump",
-                          "--output", f"{bucket}/out").summary  # fmt: skip
+                          "--output", f"{bucket}/out")  # fmt: skip
     finally:
         s3.fail_every = 0
-    assert made["fingerprint"] == local["fingerprint"]
+    assert made.summary["fingerprint"] == local["fingerprint"]
+    assert "RAY_BACKEND_LOG_LEVEL" not in made.stderr  # a Ray of our own prints no line of its own
     found = open_artifact(f"{bucket}/out", "corpus")
     assert {name[0] for name in storage.names_in(found.uri)}.isdisjoint("_")
     (cached,) = {found.local(), found.local()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from types import SimpleNamespace
@@ -34,20 +35,26 @@ def test_a_peer_is_asked_for_one_pass_at_a_time_and_ends(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("task", ["embed", "rerank"])
-def test_a_peer_encodes_texts_and_scores_pairs(task, tiny_ranker, tmp_path):
+def test_a_peer_encodes_texts_and_scores_pairs(tiny_ranker, tmp_path, monkeypatch, capsys):
     pytest.importorskip("sentence_transformers")
     from jobs import convert_model
 
-    model = tiny_ranker("bi" if task == "embed" else "cross").uri
-    output = str(tmp_path / "model")
-    convert_model.run(convert_model.Config(model=model, to="sentence-transformers", output=output))
-    folder = f"{output}/context" if task == "embed" else output
+    folders = {}
+    for kind in ("bi", "cross"):
+        folders[kind] = str(tmp_path / kind)
+        model = tiny_ranker(kind).uri
+        convert_model.run(
+            convert_model.Config(model=model, to="sentence-transformers", output=folders[kind])
+        )
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps(["where is it ?", "here", "there"]))
-    command = [sys.executable, engine_peer.__file__, task, "torch", folder, str(texts)]
-    with embed._peer(command) as one_pass:
+    embedding = ("embed", "torch", f"{folders['bi']}/context", str(texts))
+    with embed._peer([sys.executable, engine_peer.__file__, *embedding]) as one_pass:
         one_pass()
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))  # in this process: an import takes 5 s
+    engine_peer.main("rerank", "torch", folders["cross"], str(texts))
+    assert capsys.readouterr().out == "ready\ndone\n"
 
 
 @pytest.mark.long  # eight nodes are started, one after the other

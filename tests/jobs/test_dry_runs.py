@@ -140,8 +140,7 @@ def test_intents_measure_the_vectors_of_some_texts(run_job_here, tiny_ranker, tm
     assert said["estimate"]["cpu_hours"] > 0 and "texts a second" in said["estimate"]["basis"]
 
 
-def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere, monkeypatch):
-    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
+def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere):
     encoder = tiny_ranker("bi").uri
     config = finetune.Config(
         corpus=convai2_corpus.uri, encoder=encoder, output=nowhere, dry_run=True,
@@ -158,10 +157,9 @@ def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere
 
 
 def test_a_convert_model_is_trained_further_with_its_own_sizes(
-    run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
+    run_job_here, tiny_ranker, convai2_corpus, nowhere
 ):
     """They are not those of the recipe's defaults. A size that the command names has to be the model's."""
-    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
     recipes = [f"jobs/configs/finetune/convert_{name}.yaml" for name in ("further", "multi")]
     model = tiny_ranker("convert", earlier_turns=0)
     options = ("--config", *recipes, "--corpus", convai2_corpus.uri, "--encoder", model.uri,
@@ -176,7 +174,6 @@ def test_a_convert_model_is_trained_further_with_its_own_sizes(
 def test_a_training_of_several_workers_measures_the_share_of_one(
     run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
 ):
-    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
     measure, batches = estimate._measure, []
     monkeypatch.setattr(
         estimate,
@@ -231,9 +228,8 @@ def test_numbers_are_printed_for_people(capsys):
 
 
 def test_a_pretraining_counts_its_steps_tokens_and_epochs(
-    run_job_here, convai2_corpus, tiny_ranker, nowhere, tmp_path, monkeypatch
+    run_job_here, convai2_corpus, tiny_ranker, nowhere, tmp_path
 ):
-    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.1)
     tokens, tokenizer = tmp_path / "tokens", tiny_ranker("bi").local() / "context_encoder"
     corpus = ("--corpus", convai2_corpus.uri, "--tokenizer", tokenizer, "--output", tokens)
     assert run_job_here("tokenize_corpus", *corpus).code == 0

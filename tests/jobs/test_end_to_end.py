@@ -1,7 +1,7 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The training and the service are processes; the training is interrupted, killed, and started again. The other
-jobs run in this process, as in a notebook: each process imports torch again.
+The training and the service are processes; the training is interrupted, killed, and started again. What is
+started again and the other jobs run in this process, as in a notebook: each process imports torch again.
 """
 
 from __future__ import annotations
@@ -107,16 +107,12 @@ def killed(prepared) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def made(killed, submit_job) -> SimpleNamespace:
+def made(killed) -> SimpleNamespace:
     """The rest: the ranker, a pool and a table."""
     work, corpus, ranker = killed.work, killed.work / "corpus", killed.ranker
     # What has been killed is no other job with other names of its files.
-    again = [
-        os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in killed.training
-    ]
-    killed.said["finetune"] = submit_job(
-        "finetune", *again
-    ).summary  # exit code 0, JSON as the last line
+    again = [os.path.relpath(word) if isinstance(word, Path) else word for word in killed.training]
+    killed.said["finetune"] = summary_of("finetune", *again)
     killed.said["embed_pool"] = summary_here(
         "embed_pool", "--model", ranker, "--candidates", corpus / "train",
         "--embed.text-column", "response", "--embed.id-column", "example_id",
@@ -131,10 +127,15 @@ def made(killed, submit_job) -> SimpleNamespace:
 
 
 def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
-    """What a job says that runs in this process."""
-    job = import_module(f"jobs.{verb}")
+    """What a job says that runs in this process, with all its tasks."""
     with executors.in_this_process():
-        return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
+        return summary_of(verb, *arguments)
+
+
+def summary_of(verb: str, *arguments: object) -> dict[str, Any]:
+    """What a job says whose driver is this process."""
+    job = import_module(f"jobs.{verb}")
+    return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
 
 
 @contextmanager

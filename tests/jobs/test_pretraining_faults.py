@@ -566,10 +566,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(run_job_here, command, tmp_
     assert "resources.workers: 5" in run_job_here("pretrain", *argv).refusal
 
 
-def test_a_dry_run_says_what_it_takes_and_writes_nothing(
-    run_job_here, command, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(run_job_here, command, tmp_path):
     finished = run_job_here("pretrain", *command(tmp_path / "out", "--dry-run", "true"))
     said, cost = finished.summary, finished.summary["estimate"]
     assert "pretrain: nothing is written; the job would take about" in finished.stdout
@@ -588,10 +585,9 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
 
 
 def test_a_dry_run_counts_the_tokens_of_single_texts_without_padding(
-    run_job_here, command, tmp_path, monkeypatch, tokens
+    run_job_here, command, tmp_path, tokens
 ):
     """A step has eight pairs, however short they are: not 640 tokens."""
-    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
     argv = command(tmp_path / "out", "--dry-run", "true", "--pretrain.objective", "contrastive",
                    "--pretrain.batch-tokens", 640, "--pretrain.micro-batch-tokens", 160)  # fmt: skip
     said = run_job_here("pretrain", *argv).summary

@@ -142,9 +142,9 @@ def test_a_bag_finds_the_words_directions_and_how_much_each_counts():
     assert lengths[20:22].mean() < 0.5 * lengths[:20].mean()
 
 
-@pytest.mark.slow
-def test_a_bag_is_the_same_every_time_with_several_threads():
-    """Long texts: threads share their gradients."""
+def test_a_bag_is_the_same_every_time_with_several_threads(monkeypatch):
+    """Long texts: threads share their gradients. Where threads add up in any order, 5 steps differ."""
+    monkeypatch.setattr("pipeline.models.convert_rt.start._LEAST_STEPS", 5)
     rng = random.Random(0)
     rows = [rng.choices(range(50), k=60) for _ in range(600)]
     teacher_NE = torch.randn(len(rows), 8, generator=torch.Generator().manual_seed(0))
