@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
@@ -50,7 +50,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
 
     def fail(error: BadInput | Stopped, code: int) -> NoReturn:
         text = " ".join(str(error).split())
-        print(f"{program}: {text}", file=sys.stderr, flush=True)
+        _say(f"{program}: {text}", sys.stderr)
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             _print_summary({"job": name, "exit_code": code, "error": text})
         sys.exit(code)
@@ -88,11 +88,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         message = f"runs and curves: mlflow ui --backend-store-uri {store}"
-        print(message, file=sys.stderr, flush=True)
-    try:
-        _print_summary({"job": name, **summary})
-    except BrokenPipeError:
-        _reader_has_left()
+        _say(message, sys.stderr)
+    if not _print_summary({"job": name, **summary}):
         sys.exit(_SIGPIPE)
 
 
@@ -139,19 +136,35 @@ def in_words(summary: Summary) -> str:
     return f"{summary['job']}: {done}{seconds}{output}{counts}"
 
 
-def _print_summary(summary: Summary) -> None:
+def _print_summary(summary: Summary) -> bool:
     line = in_words(summary) if sys.stdout.isatty() else json.dumps(summary, ensure_ascii=False)
-    print(line, flush=True)
+    return _say(line, sys.stdout)
+
+
+def _say(line: str, stream: TextIO) -> bool:
+    """Prints a line. False: its reader has left, as `head` does, or was killed."""
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        _discard(stream)
+        return False
+    return True
 
 
 def _reader_has_left() -> bool:
-    """Whether who reads this job's output has closed it, as `head` does; what is left to print is lost."""
+    """Whether who reads this job's output has closed it; what is left to print is lost."""
     poll = select.poll()
     poll.register(sys.stdout.fileno())
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+    _discard(sys.stdout)
     return True
+
+
+def _discard(stream: TextIO) -> None:
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), stream.fileno()
+    )  # Python flushes once more at its end
 
 
 def _leave_folder_of_ray() -> None:

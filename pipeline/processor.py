@@ -65,7 +65,7 @@ class Processor:
 
     @property
     def vnni(self) -> bool:
-        """Whether products of int8 are fast. Without it `torch._int_mm` is slower than float32."""
+        """Whether products of int8 are fast. Without it torch's are slower than in float32."""
         return self._reaches("avx512_vnni")
 
     @property

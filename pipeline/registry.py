@@ -5,11 +5,14 @@ A registered version points to a ranker where it lies, and nothing is copied.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline import storage
 from pipeline.artifact import Artifact
@@ -19,6 +22,8 @@ REGISTRY = "models:/"
 _URI_TAG = "polyrank.uri"
 """The tag of a version that names the place of its model. Before there was a tag, it was the source."""
 _MAX_SOURCE_CHARACTERS = 500  # of MLflow's tables; PostgreSQL refuses more
+
+ResultT = TypeVar("ResultT")
 
 # The end of a long chain of exceptions, and what a person can do about it.
 _CAUSES = re.compile(
@@ -41,6 +46,54 @@ def limit_waits() -> None:
         "PGCONNECT_TIMEOUT": "8",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def client(server: str = "") -> Any:
+    """An mlflow.MlflowClient whose methods are `bounded`; "": of the server that MLflow is set to."""
+    import mlflow
+
+    return _BoundedClient(mlflow.MlflowClient(server or None))
+
+
+class _BoundedClient:
+    def __init__(self, unbounded: Any) -> None:
+        self._unbounded = unbounded
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._unbounded, name)
+        return functools.partial(bounded, method, server=self._unbounded.tracking_uri)
+
+
+def bounded(
+    ask: Callable[..., ResultT], *arguments: Any, server: str = "", **options: Any
+) -> ResultT:
+    """What `ask` returns. Raises TimeoutError where a server of HTTP takes four times as long as MLflow's
+    timeouts allow. These begin anew with each byte, so alone they would let a server that sends one byte a
+    second take for ever.
+    """
+    import mlflow
+    from mlflow.environment_variables import (
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES,
+        MLFLOW_HTTP_REQUEST_TIMEOUT,
+    )
+
+    if not (server or mlflow.get_tracking_uri()).startswith("http"):
+        return ask(*arguments, **options)
+    result = Future[ResultT]()
+
+    def work() -> None:
+        try:
+            result.set_result(ask(*arguments, **options))
+        except BaseException as error:
+            result.set_exception(error)
+
+    # Not of a pool: the end of Python waits for its threads.
+    threading.Thread(target=work, daemon=True).start()
+    bound_s = 4 * MLFLOW_HTTP_REQUEST_TIMEOUT.get() * (1 + MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
+    try:
+        return result.result(bound_s)
+    except TimeoutError:
+        raise TimeoutError(f"no whole answer within {bound_s} s") from None
 
 
 @contextmanager
@@ -92,10 +145,8 @@ def model_uri(target: str) -> str:
     name, _, alias = target.removeprefix(REGISTRY).partition("@")
     if not alias:
         raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
-    import mlflow
-
     with answers(f"model: {target}"):
-        return uri_of(mlflow.MlflowClient().get_model_version_by_alias(name, alias))
+        return uri_of(client().get_model_version_by_alias(name, alias))
 
 
 def uri_of(version: Any) -> str:

@@ -171,7 +171,7 @@ _links: dict[Run, _Link] = {}
 def _link(run: Run) -> _Link:
     """This process's link to a run."""
     if run not in _links:
-        _links[run] = _Link(run, mlflow.MlflowClient(run.tracking_uri))
+        _links[run] = _Link(run, registry.client(run.tracking_uri))
     return _links[run]
 
 
@@ -275,7 +275,7 @@ def _create(
     global local_store
     experiment_id = connect()
     local_store = server() if server().startswith(_SQLITE) else ""
-    client = mlflow.MlflowClient()
+    client = registry.client()
     params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(dict(settings)).items()}
     name = f"{job} {name}"
     tags = resolve_tags({"mlflow.runName": name, **_tags(job, inputs, experiment_id), **extra_tags})
@@ -343,7 +343,7 @@ def prepare_registration(name: str) -> None:
     Raises BadInput where the registry refuses, and Stopped where it does not answer.
     """
     connect()
-    client = mlflow.MlflowClient()
+    client = registry.client()
     with registry.answers():
         if client.search_registered_models(f"name = '{name}'"):
             return
@@ -370,7 +370,7 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
 
 
 def _register(name: str, artifact: Artifact, alias: str) -> str:
-    client = mlflow.MlflowClient()
+    client = registry.client()
     versions = client.search_model_versions(f"name = '{name}'")
     identity = (artifact.uri, artifact.fingerprint)
     version = next(
@@ -391,7 +391,7 @@ def note_quality(artifact: Artifact, corpus: Artifact, numbers: Mapping[str, flo
     metric, value = next(iter(numbers.items()))
     tag = _metric_name(f"{metric} on {Path(corpus.uri).name}")
     text = f"{value:.3f} ({numbers[f'{metric}.low']:.3f} to {numbers[f'{metric}.high']:.3f})"
-    client = mlflow.MlflowClient()
+    client = registry.client()
     try:
         with registry.answers():
             found = client.search_model_versions(f"tags.fingerprint = '{artifact.fingerprint}'")
@@ -406,7 +406,7 @@ def registered_version(name: str, version: str) -> tuple[str, str]:
 
     Raises BadInput where the registry has no such model or version, and Stopped where it does not answer.
     """
-    client = mlflow.MlflowClient()
+    client = registry.client()
     with registry.answers(f"{name}, version {version}"):
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
@@ -419,7 +419,7 @@ def registered_version(name: str, version: str) -> tuple[str, str]:
 def version_of_alias(name: str, alias: str) -> str:
     """The version that an alias of a registered model means; "" where it means none."""
     with registry.answers(f"model {name}"):
-        aliases = dict(mlflow.MlflowClient().get_registered_model(name).aliases)
+        aliases = dict(registry.client().get_registered_model(name).aliases)
         return str(aliases.get(alias, ""))
 
 
@@ -435,7 +435,7 @@ def move_alias(name: str, alias: str, version: str) -> None:
     version that the previous alias names, so that alias moves last; otherwise it moves first, as afterwards
     nobody would know the version before. Raises as `version_of_alias`.
     """
-    client, previous = mlflow.MlflowClient(), previous_alias(alias)
+    client, previous = registry.client(), previous_alias(alias)
     version_before = version_of_alias(name, alias)
     moves = [(alias, version)]
     if version_before and version_before != version:
@@ -460,7 +460,7 @@ def _run_to_continue(run_id: str, experiment_id: str) -> mlflow.entities.Run | N
     if not run_id:
         return None
     try:
-        run = mlflow.get_run(run_id)
+        run = registry.client().get_run(run_id)
     except MlflowException as error:
         if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             return None
@@ -481,7 +481,7 @@ def _set_experiment(name: str) -> str:
     if re.match("postgresql|mysql|mssql", uri):  # MLflow tries for 100 s to reach one that is away
         sqlalchemy.create_engine(uri).connect().close()
     if not uri.startswith(_SQLITE):
-        return str(mlflow.set_experiment(name).experiment_id)
+        return str(registry.bounded(mlflow.set_experiment, name).experiment_id)
     base = Path(uri.removeprefix(_SQLITE))
     with _file_lock(base.with_name(f"{base.name}.lock")):
         _require_writable(uri)

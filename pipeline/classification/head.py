@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.classification.settings import HeadConfig
+from pipeline.models.torch_operators import add_to_each
 
 
 class Head(nn.Module):
@@ -81,6 +82,6 @@ def fit(
             loss = F.cross_entropy(head.logits(vectors_BF), labels_N[places_B])
             with torch.no_grad():
                 gradients = torch.autograd.grad(loss, parameters)
-                torch._foreach_add_(parameters, gradients, alpha=-rate)
+                add_to_each(parameters, gradients, alpha=-rate)
         progress(epoch, loss.item())
     return head.eval()

@@ -1,12 +1,11 @@
 """Private operators of torch, each behind a function that does without where a release lacks it.
 
-Public operators compute the same within rounding, but slower. No other module of `models` names a private
-operator.
+Public operators compute the same within rounding, but slower. No other module names a private operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ _lay_out: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _int8_product: Any = getattr(torch, "_int_mm", None)
+_add_to_each: Any = getattr(torch, "_foreach_add_", None)
 
 
 def lay_out(weight: Tensor) -> Tensor:
@@ -58,6 +58,22 @@ def int8_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
     """[N, O] float32. Without VNNI torch multiplies int8 20 times slower than float32. Where oneDNN is
     bound to AVX2 on a processor with VNNI, its sums of 16 bits overflow."""
     if _int8_product and processor().vnni:
-        product: Tensor = _int8_product(left_NI, right_OI.t()).float()
-        return product
+        return int8_mm(left_NI, right_OI.t()).float()
     return F.linear(left_NI.float(), right_OI.float())
+
+
+def int8_mm(left_NI: Tensor, right_IO: Tensor, out: Tensor | None = None) -> Tensor:
+    """[N, O] int32 of int8; `out` takes it, as in torch.mm."""
+    if _int8_product:
+        product: Tensor = _int8_product(left_NI, right_IO, out=out)
+        return product
+    return torch.mm(left_NI.int(), right_IO.int(), out=out)
+
+
+def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
+    """Adds alpha · other to each tensor in place."""
+    if _add_to_each:
+        _add_to_each(tensors, others, alpha=alpha)
+        return
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other, alpha=alpha)

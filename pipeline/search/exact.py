@@ -143,14 +143,15 @@ def top_rows(
     scale = _scale(pool, attention)
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
     count = min(top_k, allowed_count)
+    best: dict[int, tuple[Ints, Floats]] = {}
     todo = tops
     if pool.on_device is not None and method in ("auto", "exact"):
         most = np.asarray(vectors_QMD).shape[1]
         found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
-        for number, places in found:  # while the device scores for the next ones
+        for number, places in found:  # float64 decides while the device scores for the next ones
             tops[number].take_few(places)
             tops[number].certified = True
-            tops[number].best  # noqa: B018, computed here
+            best[number] = tops[number].best()
         todo = []
     elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
         for top in tops:
@@ -165,7 +166,7 @@ def top_rows(
         todo = [top for top in tops if certify or len(top) < count]
     for start in range(0, len(todo), _CONTEXTS):
         _scan_pool(pool, todo[start : start + _CONTEXTS], method)
-    ordered = [top.best for top in tops]
+    ordered = [best[n] if n in best else top.best() for n, top in enumerate(tops)]
     return TopRows(
         np.array([places for places, _ in ordered], np.int64).reshape(len(tops), count),
         np.array([scores for _, scores in ordered], np.float32).reshape(len(tops), count),
@@ -267,7 +268,6 @@ class _TopK:
             part = part[~(bounds_N[part] < self._reach)]
             self._score(np.sort(part) + start)
 
-    @functools.cached_property
     def best(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
         places = np.sort(self._places)

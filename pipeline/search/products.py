@@ -24,6 +24,7 @@ import numkong
 import torch
 from torch import Tensor
 
+from pipeline.models.torch_operators import int8_mm
 from pipeline.processor import KINDS, bound_kind, processor
 from pipeline.search.threads import one_thread
 
@@ -119,7 +120,7 @@ def _for_numkong(matrix: Tensor) -> numkong.Tensor:
 
 def _by_torch(matrix_KC: Tensor, most_rows: int, copies: bool = False) -> Product:
     dtype = matrix_KC.dtype
-    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
+    multiply = int8_mm if dtype == torch.int8 else torch.mm
     result = torch.int32 if dtype == torch.int8 else dtype
     # Fresh memory for every block would cost half of a product.
     products_BC = torch.empty(most_rows, matrix_KC.shape[1], dtype=result)

@@ -274,7 +274,25 @@ class DocumentsRerank(_ForModel):
         ]
 
 
-class EmbedRequest(BaseModel):
+class _ToEmbed(BaseModel):
+    input_type: (
+        Literal["query", "search_query", "document", "search_document", "passage"] | None
+    ) = Field(
+        default=None,
+        description="query, search_query: embed the texts as contexts, if the model makes one vector of "
+        "a context. Else: as candidates.",
+    )
+    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
+
+    @property
+    def context_field(self) -> tuple[str, str] | None:
+        """The field that asks for contexts, and its value."""
+        if self.input_type in ("query", "search_query"):
+            return "input_type", self.input_type
+        return None
+
+
+class EmbedRequest(_ToEmbed):
     """An embedding request in TEI's format."""
 
     inputs: Texts
@@ -284,19 +302,21 @@ class EmbedRequest(BaseModel):
         description="context: embed the texts as contexts, if the model makes one vector of a context. "
         "Default: as candidates.",
     )
-    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
     truncate: Truncate = True
     truncation_direction: Literal["right", "Right"] = "right"
     encoding_format: Literal["float"] = "float"
 
+    @property
+    def context_field(self) -> tuple[str, str] | None:
+        return ("prompt_name", self.prompt_name) if self.prompt_name else super().context_field
 
-class EmbeddingsRequest(_ForModel):
+
+class EmbeddingsRequest(_ForModel, _ToEmbed):
     """An embedding request in OpenAI's format."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     embedding_type: Literal["float"] | None = None
-    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
 
 
 class Sentences(BaseModel):

@@ -139,10 +139,7 @@ def add_routes(
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format. Texts that are too long are always truncated."""
         require_at_most(limits, "inputs", len(body.inputs))
-        as_contexts = body.prompt_name == "context"
-        vectors_ND, _ = await _encode_texts(
-            require_service(), body.inputs, request, body.dimensions, as_contexts
-        )
+        vectors_ND, _ = await _encode_texts(require_service(), body.inputs, request, body)
         if body.normalize:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
@@ -154,10 +151,10 @@ def add_routes(
         response_model=EmbeddingsResponse,
     )
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
+        """OpenAI's format, to vectors of length 1."""
         service = require_model(body.model)
         require_at_most(limits, "input", len(body.input))
-        vectors_ND, tokens = await _encode_texts(service, body.input, request, body.dimensions)
+        vectors_ND, tokens = await _encode_texts(service, body.input, request, body)
         encode = _base64 if body.encoding_format == "base64" else Tensor.tolist
 
         def response() -> EmbeddingsResponse:
@@ -230,8 +227,7 @@ async def _encode_texts(
     service: Service,
     texts: Sequence[str],
     request: Request,
-    dimensions: int | None,
-    as_contexts: bool = False,
+    body: EmbedRequest | EmbeddingsRequest,
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
@@ -243,20 +239,22 @@ async def _encode_texts(
     if not config.has_vectors:
         raise Refusal("invalid_request", "model: a cross-encoder has no vectors; allowed: /rank, "
                       "and the formats that rerank")  # fmt: skip
-    width = engine.ranker.dual.dimensions
+    dimensions, width = body.dimensions, engine.ranker.dual.dimensions
     if dimensions is not None and dimensions > width:
         raise Refusal("invalid_request", f"dimensions: {dimensions} is not allowed; allowed: at most "
                       f"{width}, which the model has", "dimensions")  # fmt: skip
-    if not as_contexts:
+    if body.context_field is None:
         vectors_ND, tokens = await service.candidate_vectors(engine, texts, deadline)
     elif config.vectors_per_context == 1:
         contexts = [[text] for text in texts]
         pairs, tokens = await service.context_vectors(engine, contexts, deadline)
         vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
     else:
-        raise Refusal("invalid_request", "prompt_name: 'context' is not allowed, as contexts of this "
-                      f"model have {config.vectors_per_context} vectors each; allowed: none",
-                      "prompt_name")  # fmt: skip
+        field, value = body.context_field
+        allowed = "document" if field == "input_type" else "none"
+        raise Refusal("invalid_request", f"{field}: {value!r} is not allowed, as contexts of this "
+                      f"model have {config.vectors_per_context} vectors each; allowed: {allowed}",
+                      field)  # fmt: skip
     if dimensions is not None:
         vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
     return vectors_ND, tokens

@@ -32,6 +32,25 @@ folder = sys.argv.pop()
 program.main(Config, run, "inspect")
 """
 
+ENDS = """
+import sys
+from dataclasses import dataclass
+from jobs import program
+from pipeline.config import BadInput
+
+@dataclass(frozen=True)
+class Config:
+    pass
+
+def run(config):
+    sys.stdin.read()  # till the reader of the output is killed
+    exec(code)
+    return {"rows": 3}
+
+code = sys.argv.pop()
+program.main(Config, run, "inspect")
+"""
+
 
 def test_a_refusal_is_the_summary_of_a_job(tmp_path):
     command = job_command("inspect", "--corpus", tmp_path / "gone")
@@ -56,6 +75,40 @@ def test_a_refusal_is_the_summary_of_a_job(tmp_path):
 )
 def test_only_the_job_itself_says_what_its_exit_code_means(output, code, said):
     assert program.said_by_job(output, "inspect", code) is said
+
+
+@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize(
+    ("work", "code", "lines"),
+    [
+        ("pass", 141, []),
+        ("print('more', flush=True)", 141, []),
+        (
+            "raise BadInput('x: 3 is not allowed')",
+            2,
+            ["python -m jobs.inspect: x: 3 is not allowed"],
+        ),
+        ("1 / 0", 1, ["ZeroDivisionError: division by zero"]),
+    ],
+)
+def test_a_job_whose_reader_is_killed_ends_without_a_word_about_it(
+    tmp_path, work, code, lines, silent
+):
+    """The reader is most often the process that started it. `silent`: it read standard error, too."""
+    with (tmp_path / "errors").open("w") as errors:
+        reader = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+        command = [sys.executable, "-c", ENDS, work]
+        output = reader.stdin
+        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output,
+                               stderr=output if silent else errors)  # fmt: skip
+        output.close()
+    reader.kill()
+    reader.wait()
+    job.communicate()
+    assert job.returncode == code
+    said = (tmp_path / "errors").read_text()
+    assert said.splitlines()[-1:] == ([] if silent else lines)
+    assert "BrokenPipe" not in said and said.count("Traceback") == ("Zero" in said)
 
 
 def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_path):

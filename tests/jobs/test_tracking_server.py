@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,17 +29,20 @@ def use_server(tracking_uri: str, monkeypatch) -> Iterator[Callable[[str], str]]
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[int, str], str]]:
-    """`answering(status, text)`: the address of a server that answers so, whatever it is asked."""
+def answering() -> Iterator[Callable[..., str]]:
+    """`answering(status, text)`: the address of a server that answers so, whatever it is asked; with a pause
+    before each byte."""
     servers = list[ThreadingHTTPServer]()
 
-    def start(status: int, text: str) -> str:
+    def start(status: int, text: str, pause_s: float = 0.0) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text.encode())
+                for byte in text if pause_s else [text]:
+                    time.sleep(pause_s)
+                    self.wfile.write(byte.encode())
 
             do_POST = do_GET
 
@@ -85,6 +89,12 @@ def test_a_server_that_takes_requests_and_is_silent_ends_a_job(prepare, use_serv
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use_server(f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert_one_line(prepare(), 1, "Read timed out")
+
+
+def test_a_server_that_sends_byte_by_byte_ends_a_job(prepare, use_server, answering, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    use_server(answering(200, " " * 10, pause_s=0.5))
+    assert_one_line(prepare(), 1, "MLFLOW_TRACKING_URI http://", "no whole answer within 4 s")
 
 
 @pytest.mark.parametrize(

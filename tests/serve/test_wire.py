@@ -303,6 +303,24 @@ def test_contexts_are_embedded_where_they_have_one_vector(live):
     assert "3 vectors" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/embed", "/", "/v1/embeddings"])
+def test_a_query_is_embedded_as_a_context(live, path):
+    one, texts = live("bi"), "input" if path == "/v1/embeddings" else "inputs"
+    vectors, _ = inference.context_vectors(one.ranker, [[text] for text in TEXTS])
+    expected_of = {"query": vectors[:, 0].numpy(), "search_query": vectors[:, 0].numpy()} | (
+        dict.fromkeys(("document", "search_document", "passage", None), one.vectors(TEXTS))
+    )
+    for kind, expected in expected_of.items():
+        found = one.post(path, {texts: TEXTS, "input_type": kind}).json()
+        if isinstance(found, dict):
+            found = [row["embedding"] for row in found["data"]]
+        assert np.allclose(found, unit(expected), atol=1e-4), kind
+    error = refusal(live("poly").post(path, {texts: TEXTS, "input_type": "query"}))
+    assert (error["code"], error["field"]) == ("invalid_request", "input_type")
+    assert error["message"].startswith("input_type: 'query' is not allowed, as contexts of this ")
+    assert error["message"].endswith("model have 3 vectors each; allowed: document")
+
+
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_openais_client_embeds(live, openai_of, encoding):
     one = live("bi")
@@ -477,6 +495,7 @@ MANY = ["a"] * 10_001
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
         ("/embed", {"inputs": [101]}, "inputs", "token ids"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
+        ("/embed", {"inputs": "a", "input_type": "clustering"}, "input_type", "'search_document'"),
         ("/embed", {"inputs": "a", "truncation_direction": "left"}, "truncation_direction", "right"),
         ("/embed", {"inputs": "a", "dimensions": 0}, "dimensions", "greater"),
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "at most 16"),

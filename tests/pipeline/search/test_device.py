@@ -363,10 +363,10 @@ for contexts in (1, 16):
     constants = {"WIDTH": 384, "VECTORS": 64, "BLOCK_N": tile.rows, "GROUP": tile.contexts,
                  "BLOCK_M": tile.vectors, "BLOCK_D": tile.dimensions, "HAS_SCALES": False,
                  "HAS_FILTER": True, "COMPUTE": kernel.tl.bfloat16}
-    types = ["*bf16", "*i32", "*bf16", "*i32", "*u8", "*fp32", "i32", "i32", "fp32"]
+    types = ["*bf16", "*i32", "*bf16", "*i32", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"]
     names = kernel._kernel.arg_names
     signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(7)}
     source = ASTSource(kernel._kernel, signature, constants, aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     made = compile(source, GPUTarget("cuda", 90, 32), options)

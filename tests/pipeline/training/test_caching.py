@@ -111,6 +111,7 @@ def test_frozen_weights_get_no_gradient(tiny):
 MEASURE = """
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 import torch
 from pipeline.models.encoder import Encoder
 from pipeline.models.heads import PolyEncoder
@@ -134,13 +135,22 @@ batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples)[:, 
                   torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1),
                   torch.zeros(examples, 0), torch.zeros(examples, 0))
 def kib(name):
-    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
     return int(line.split()[1])
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts again
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
 before = kib("VmRSS")
 (cached_backward(model, chunk) if chunk else backward)(model, batch, nullcontext())
 print(kib("VmHWM") - before)
 """
+
+
+def test_what_measures_memory_runs(monkeypatch, capsys):
+    """So that the long test below does not drift."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(sys, "argv", ["", "4", "2"])
+    exec(MEASURE, {})
+    assert int(capsys.readouterr().out) >= 0
 
 
 @pytest.mark.long
