@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from pipeline.models import packing, torch_operators
 from pipeline.models.packing import Packing
 from pipeline.models.torch_operators import Activation
 from pipeline.processor import processor
-
-if TYPE_CHECKING:
-    from pipeline.models.encoder import Encoder
 
 # Names of the attentions in `transformers`' register.
 _TRAINING, _INFERENCE = "polyrank", "polyrank_bf16"
@@ -41,19 +38,18 @@ _LARGEST_EXPONENT = 100.0
 _LOGITS_AT_ONCE = 1 << 19
 
 
-def accelerate(encoder: Encoder) -> None:
-    """Changes how an encoder trains on a CPU; its batches have padding at the right only.
+def accelerate(hf: Any) -> bool:
+    """Changes how a `transformers` encoder trains on a CPU; its batches have padding at the right only.
 
-    A second call changes nothing. Architectures that `packing` does not know get padded batches.
+    Returns whether it takes packed rows. A second call changes nothing.
     """
-    hf = encoder.hf
     for part in list(hf.modules()):
         for name, child in part.named_children():
             if type(child) is nn.Dropout:
                 setattr(part, name, Dropout(child.p))
     if hf.config._attn_implementation == "sdpa":
         hf.set_attn_implementation(_TRAINING)
-        encoder.packs = packing.fits(hf)
+    return hf.config._attn_implementation == _TRAINING and packing.fits(hf)
 
 
 def prepare_inference(model: nn.Module) -> None:

@@ -275,7 +275,7 @@ def prepare_for_training(
         if not isinstance(part, Encoder):
             continue
         if device.type == "cpu":
-            cpu.accelerate(part)
+            part.packs = cpu.accelerate(part.hf)
         elif on_gpu and find_spec("flash_attn") and part.hf._supports_flash_attn:
             part.hf.set_attn_implementation("flash_attention_2")
         elif on_gpu and packing.fits(part.hf) and not has_dropout(part):

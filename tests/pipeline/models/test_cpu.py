@@ -33,7 +33,7 @@ from tests.helpers import run_in_processes
 def encoder(plain) -> Encoder:
     """The same weights, with the plug-in."""
     encoder = copy.deepcopy(plain)
-    cpu.accelerate(encoder)
+    encoder.packs = cpu.accelerate(encoder.hf)
     return encoder
 
 
@@ -70,7 +70,7 @@ def test_padding_that_no_window_reaches_leaves_gradients_finite(short):
                   global_attention_every=3, dropout=0.0, init_std=0.2)  # fmt: skip
     plain = Encoder.new(shape, 100, {"pad": 0, "cls": 1, "sep": 2}).train()
     encoder = copy.deepcopy(plain)
-    cpu.accelerate(encoder)
+    encoder.packs = cpu.accelerate(encoder.hf)
     mask = torch.ones(2, 150, dtype=torch.bool)
     mask[1, short:] = False
     tokens = Tokens(torch.randint(3, 100, (2, 150)), mask, (150, short))
@@ -112,7 +112,7 @@ def test_to_accelerate_twice_is_to_accelerate_once(encoder, tokens):
     encoder.train()
     set_dropout(encoder, 0.0)
     once = encoder(tokens)
-    cpu.accelerate(encoder)
+    encoder.packs = cpu.accelerate(encoder.hf)
     assert torch.equal(encoder(tokens), once)
 
 

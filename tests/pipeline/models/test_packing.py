@@ -53,7 +53,7 @@ def encoder_of(model, config, more):
     torch.manual_seed(0)
     encoder = Encoder(model(config(**SIZES, **more))).train()
     set_dropout(encoder, 0.0)
-    cpu.accelerate(encoder)
+    encoder.packs = cpu.accelerate(encoder.hf)
     return encoder
 
 
