@@ -74,13 +74,17 @@ def best_device() -> torch.device:
 
 
 def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
-    """The precision that "auto" means for the cluster's tasks, on GPUs or not; a task looks it up."""
+    """The precision that "auto" means for the cluster's tasks, on GPUs or not; a task looks it up.
+
+    Raises BadInput for int8 on GPUs.
+    """
+    import torch
+
     if precision != "auto":
-        return precision
+        return resolve_precision(precision, torch.device("cuda" if gpu else "cpu"))
     if executors.current():
         return _precision_here(precision)
     import ray
-    import torch
 
     await_room(1, int(gpu))
     if not gpu and _is_only_node():

@@ -5,8 +5,8 @@ Their weights and inputs are 8-bit integers:
     y = (q(x) · q(W)ᵀ) · s(x) s(W) + b,    q(v) = round(v / s(v)),    s(v) = max |v| / 127
 
 with an s(W) for each output and an s(x) for each token, so that a text has the same encoding alone and in a
-batch. CPUs with VNNI or AMX multiply such integers fast. Milliseconds of all-MiniLM, two cores of an AMD EPYC
-taken for one without bf16 (POLYRANK_PROCESSOR=avx512_vnni), beside other work:
+batch. CPUs with AVX512_VNNI or AMX multiply such integers fast. Milliseconds of all-MiniLM, two cores of an
+AMD EPYC taken for one without bf16 (POLYRANK_PROCESSOR=avx512_vnni), beside other work:
 
     texts of tokens    float32    these layers
     8 of 256           301        111

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["auto", "bf16", "fp32", "int8"]
 """auto: bf16 on hardware that multiplies it, else float32. int8: linear layers of 8 bits, for inference on a
-CPU; the fastest on one that has VNNI and no bf16 (`pipeline.models.int8`)."""
+CPU; the fastest on one that has AVX512_VNNI and no bf16 (`pipeline.models.int8`)."""
 Resolved = Literal["bf16", "fp32", "int8"]
 Trained = Literal["bf16", "fp32"]
 """The precision of a training."""

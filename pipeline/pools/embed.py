@@ -65,7 +65,7 @@ class EmbedConfig(tables.TableFormat):
     """The stored type of a vector: float32, bfloat16, float16, or int8 with a scale for each vector."""
     precision: Precision = "auto"
     """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it. int8:
-    layers of 8 bits, on CPUs with VNNI and without bf16 2.5 times as fast as float32.
+    layers of 8 bits, on CPUs with AVX512_VNNI and without bf16 some 2.5 times as fast as float32.
     Vectors of another precision are not copied from the version before."""
     neighbours: bool = False
     """Make an index for approximate searches. It needs faiss-cpu, and a byte for six numbers."""

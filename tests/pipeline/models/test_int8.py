@@ -9,6 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import BadInput
+from pipeline.engine.resources import precision_of_tasks
 from pipeline.models import inference
 from pipeline.models.int8 import Int8Linear
 from pipeline.models.precision import resolve_precision
@@ -66,9 +67,12 @@ def test_encoders_of_8_bits_compute_nearly_the_same_alone_and_in_a_batch(tiny, a
     torch.testing.assert_close(alone, found, rtol=1e-4, atol=1e-4)
 
 
-def test_a_gpu_is_refused():
+def test_a_gpu_is_refused_before_any_task_starts():
     assert resolve_precision("int8", torch.device("cpu")) == "int8"
     with pytest.raises(
         BadInput, match="precision: 'int8' is not allowed; allowed: auto, bf16, fp32"
     ):
         resolve_precision("int8", torch.device("cuda"))
+    assert precision_of_tasks("int8", gpu=False) == "int8"
+    with pytest.raises(BadInput, match="precision: 'int8' is not allowed"):
+        precision_of_tasks("int8", gpu=True)
