@@ -115,7 +115,7 @@ class Args(BaseModel):
     candidate_share: float = Field(default=0.05, gt=0, le=1)
     """The candidate's share of the requests."""
     precision: Precision = "auto"
-    """Precision of the encoder; auto: bf16 if the hardware has it; int8: 8-bit layers, for CPUs without it."""
+    """Precision of the encoder; auto: bf16 if the hardware has it; int8: for CPUs without it."""
     name: str = "ranker"
     """Name of the deployment."""
     poll_s: float = Field(default=2.0, gt=0)
