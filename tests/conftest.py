@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[1]
 progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for its bar
 # A dry run measures steps for 5 s, a pre-training the peak of the processor for 1 s.
 estimate._MEASURED_SECONDS = 0.05
-flops._MEASURED_SECONDS, flops._MEASURED_SIZE = 0.01, {"cpu": 256}
+flops._MEASURED_SECONDS, flops._MEASURED_SIZE["cpu"] = 0.01, 256
 
 # Collections look at the objects of the tests alone, and less often: `make test-fast` takes a tenth less.
 gc.freeze()
