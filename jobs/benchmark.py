@@ -46,10 +46,10 @@ class Config:
     """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
+    """For finetune, gpu and paper: an encoder, as for jobs.finetune; --table encoders takes several.
     For serve: one of sentence-transformers, whose own services are measured beside polyrank's."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: one corpus for each task. For search and serve:
+    """For convert, finetune and gpu: a corpus. For paper: one corpus for each task. For search and serve:
     contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
     pretrain: a corpus instead of the sample corpora; it may be tokenized."""
     peers: str = ""
@@ -63,7 +63,8 @@ class Config:
     nothing is ranked."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for embed: rate, night, plan, engines; for finetune: bf16,
-    fp32; for serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
+    fp32; for gpu: search, pretrain, finetune, embed; for serve: overhead, throughput, clients, load,
+    fairness, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -119,7 +120,7 @@ _NEEDED = {
     "search": ("model", "corpus"),
     "serve": ("model", "corpus"),
 }
-_WITH_ONLY = ("embed", "finetune", "paper", "serve")
+_WITH_ONLY = ("embed", "finetune", "gpu", "paper", "serve")
 _TRAINING = ("finetune", "paper", "pretrain")
 
 

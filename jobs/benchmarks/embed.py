@@ -20,20 +20,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 
 from jobs.benchmark import Config
 from jobs.benchmarks import engine_peer, pool_plan
-from jobs.benchmarks.inputs import cross_encoder, embed, minilm_folder
+from jobs.benchmarks.inputs import cross_encoder, embed, minilm_folder, operations
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job, take_turns
 from pipeline import Ranker
 from pipeline.config import require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
-from pipeline.models.encoder import Encoder
-from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
 
 _TOKENS = 256
@@ -112,9 +109,9 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
         ways[name] = functools.partial(theirs, peer)
     rates = take_turns(ways, _ROUNDS)
     our_rates = rates.pop("ours")
-    peak, operations = _peak_flops(), _operations(texts, model) / len(texts)
+    peak, cost = _peak_flops(), operations(texts, model) / len(texts)
     rate = max(our_rates)
-    share = rate * operations / peak
+    share = rate * cost / peak
     note = f"{len(texts):,} articles"
     if len(texts) < _ENOUGH_ARTICLES:  # which take as long as the start of processes
         note += ": the figure is the start of processes more than the rate"
@@ -126,7 +123,7 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
             BenchmarkRow(
                 f"embed.vs_sentence_transformers_{name}", rate, "articles/s", peer=max(peer_rates),
                 ratio=median(a / b for a, b in zip(our_rates, peer_rates, strict=True)),
-                floor=peak / operations, share_of_floor=share, detail=detail,
+                floor=peak / cost, share_of_floor=share, detail=detail,
             )
             for name, peer_rates in rates.items()
         ),
@@ -138,15 +135,6 @@ def _peak_flops() -> float:
     a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
     (seconds,) = in_turn({"product": lambda: a @ b}, 20).values()
     return 2 * 2048**3 / min(seconds)
-
-
-def _operations(texts: Sequence[str], model: str) -> float:
-    """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
-    ranker = load_ranker(Path(model))
-    config = next(part for part in ranker.modules() if isinstance(part, Encoder)).hf.config
-    lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
-    layers, width = config.num_hidden_layers, config.hidden_size
-    return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
 
 
 # -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import math
 import random
 import shutil
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -64,20 +65,29 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     corpus = open_artifact(config.corpus[0], "corpus")
     rows, precisions = list[BenchmarkRow](), [name for name in get_args(Precision) if name in only]
     for precision in precisions:
-        options = list(map(str, (
-            *paper.recipe(paper.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder",
-            encoder, "--output", work / precision / "ours", "--loop.validate-every-epochs", 0,
+        settings, ours = train_ours("bi", corpus, encoder, work / precision / "ours", (
             "--loop.precision", precision, "--ranker.share-towers", "true",
             "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", _STEPS[size],
             *config.overrides,
-        )))  # fmt: skip
-        settings = parse(finetune_job.Config, options, "jobs.finetune")
-        steps_per_s = run_job("finetune", *options).summary["metrics"]["mean_steps_per_s"]
-        ours = float(steps_per_s) * settings.finetune.batch_examples
+        ))  # fmt: skip
         theirs = _train_theirs(encoder, _pairs(corpus), settings, work / precision / "theirs")
         name = f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}"
         rows.append(BenchmarkRow.beside(name, ours, theirs, "examples/s", about))
     return [*rows, _quality(corpus, work / precisions[0], _EXAMPLES[size])]
+
+
+def train_ours(
+    architecture: str, corpus: Artifact, encoder: Path, output: Path, options: Sequence[object]
+) -> tuple[finetune_job.Config, float]:
+    """jobs.finetune with the small recipe of an architecture and further options, without validations: its
+    settings, and its examples a second."""
+    words = list(map(str, (
+        *paper.recipe(paper.task_of(corpus), architecture, "small"), "--corpus", corpus.uri, "--encoder",
+        encoder, "--output", output, "--loop.validate-every-epochs", 0, *options,
+    )))  # fmt: skip
+    settings = parse(finetune_job.Config, words, "jobs.finetune")
+    steps_per_s = run_job("finetune", *words).summary["metrics"]["mean_steps_per_s"]
+    return settings, float(steps_per_s) * settings.finetune.batch_examples
 
 
 def _quality(corpus: Artifact, folder: Path, max_examples: int) -> BenchmarkRow:

@@ -1,19 +1,24 @@
-"""Measurements that need a GPU: search of 10 million candidates, and utilisation by pre-training.
+"""Measurements that need a GPU: search of 10 million candidates, utilisation by pre-training, and, with an
+encoder and a corpus, fine-tuning and embedding by the jobs themselves.
 
-The candidates are made up: directions whose numbers get smaller, as those of texts' vectors do. Only the
-number of rows that are scored again in float64 depends on that. Each part's rows are written at once, so that
-a run that is stopped keeps them. With the device "cpu" the same code runs on tiny
-shapes, to see that it runs.
+The candidates of the search are made up: directions whose numbers get smaller, as those of texts' vectors do.
+Only the number of rows that are scored again in float64 depends on that. Each part's rows are written at
+once, so that a run that is stopped keeps them. With the device "cpu" the same code runs on tiny shapes, to
+see that it runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Literal
+from statistics import mean, median
+from threading import Event, Thread
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +27,12 @@ from torch import Tensor
 from torch.utils.benchmark import timer
 
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, in_turn, source, write_rows
+from jobs.benchmarks import finetune
+from jobs.benchmarks.inputs import embed, operations, read_texts
+from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job, source, write_rows
 from jobs.benchmarks.pretrain import bare_step
-from pipeline.artifact import Artifact
-from pipeline.config import BadInput
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, require
 from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.pretraining_heads import PretrainingModel
@@ -41,6 +48,7 @@ from pipeline.training.pretraining_data import MicroBatch
 from pipeline.training.settings import LoopConfig
 
 Device = Literal["cuda", "cpu"]
+Part = Literal["search", "pretrain", "finetune", "embed"]
 
 _LENGTHS = (128, 512)
 _MASKED_SHARE = 0.15
@@ -48,6 +56,9 @@ _WARM_UP_STEPS = 3
 _TOP_K = 10
 _TOGETHER = 16
 _CHUNK = 1 << 18
+_EMBEDDED_TOKENS = 256
+_TURNS_OF_A_LONG_TEXT = 16
+_SECONDS_OF_A_LOOK = 0.2
 _LENGTH = 8.0  # of candidates and vectors: logits of up to 64
 
 
@@ -66,6 +77,8 @@ class Scale:
     """Tried in turn, until one does not fit."""
     seconds: float
     """Least duration of a measurement of training."""
+    texts: int
+    """That are embedded, if they are short; a sixteenth of them, if they are long."""
     compiler: str
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 
@@ -73,26 +86,39 @@ class Scale:
 SCALES: dict[Device, Scale] = {
     "cuda": Scale(
         10_000_000, 384, 64, 10,
-        Shape(), 30_522, (4_096, 16_384, 32_768, 65_536, 131_072), 5.0, "inductor",
+        Shape(), 30_522, (16_384, 65_536, 131_072), 4.0, 400_000, "inductor",
     ),
-    "cpu": Scale(3_000, 32, 8, 1, Shape(layers=2, width=64, heads=2), 300, (1_024,), 0.0, "eager"),
+    "cpu": Scale(3_000, 32, 8, 1, Shape(layers=2, width=64, heads=2), 300, (1_024,), 0.0, 512, "eager"),
 }  # fmt: skip
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
     says why, and the other parts count nevertheless."""
+    for name in config.only:
+        require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
     if config.device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []
     device, scale, rows = torch.device(config.device), SCALES[config.device], list[BenchmarkRow]()
-    try:
-        rows += measure_search(device, scale)
-    except (BadInput, RuntimeError) as problem:
-        rows.append(BenchmarkRow("gpu.search", None, "", detail={"failed": str(problem)}))
-    for length in _LENGTHS:
+    parts: list[tuple[Part, Callable[[], list[BenchmarkRow]]]] = [
+        ("search", lambda: measure_search(device, scale)),
+        *(("pretrain", functools.partial(_utilisation, length, device, scale)) for length in _LENGTHS),
+        ("pretrain", lambda: [measure_packing(device, scale)]),
+    ]  # fmt: skip
+    if config.encoder and config.corpus:
+        parts += [
+            ("finetune", lambda: measure_finetuning(config, work)),
+            ("embed", lambda: measure_embedding(config, work, scale)),
+        ]
+    for name, part in parts:
+        if config.only and name not in config.only:
+            continue
+        try:
+            rows += part()
+        except (BadInput, RuntimeError) as problem:
+            rows.append(BenchmarkRow(f"gpu.{name}", None, "", detail={"failed": str(problem)}))
         write_rows(rows, config.json, source(config.size))
-        rows.append(measure_utilisation(length, device, scale))
     return rows
 
 
@@ -201,7 +227,11 @@ def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Pre-training
+# Training
+
+
+def _utilisation(length: int, device: torch.device, scale: Scale) -> list[BenchmarkRow]:
+    return [measure_utilisation(length, device, scale)]
 
 
 def measure_utilisation(length: int, device: torch.device, scale: Scale) -> BenchmarkRow:
@@ -213,8 +243,12 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
 
     def attempt(tokens: int, compiled: bool) -> None:
         name = f"{'compiled' if compiled else 'eager'}, {tokens:,} tokens"
+        lengths = (length,) * max(1, tokens // length)
         try:
-            rates[name] = training_rate(tokens, length, device, scale, compiled)
+            rates[name] = {
+                **training_rate(lengths, device, scale, compiled),
+                "micro_batch_tokens": tokens,
+            }
         except RuntimeError as problem:  # it does not fit, or cannot be compiled here
             failures[name] = f"failed: {problem}"
         torch.cuda.empty_cache()
@@ -233,17 +267,36 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
     return BenchmarkRow(row, best, "MFU", floor=1.0, detail={**rates, **failures, **note})
 
 
+def measure_packing(device: torch.device, scale: Scale) -> BenchmarkRow:
+    """MFU on texts of 8 to 512 tokens, packed and padded to the longest, without dropout, which no packed row
+    has. Half of the padded tokens are padding."""
+    draw = torch.Generator().manual_seed(0)
+    count = max(4, scale.micro_batch_tokens[0] // 256)
+    lengths = tuple(torch.randint(8, scale.shape.positions + 1, (count,), generator=draw).tolist())
+    plain = replace(scale, shape=replace(scale.shape, dropout=0.0))
+    packed, padded = (
+        training_rate(lengths, device, plain, packs=packs)["mfu"] for packs in (True, False)
+    )
+    note = f"{count} texts of 8 to {scale.shape.positions} tokens, on {device.type}."
+    return BenchmarkRow.beside("gpu.pretrain.packed_over_padded", packed, padded, "MFU", note)
+
+
 def training_rate(
-    tokens: int, length: int, device: torch.device, scale: Scale, compiled: bool
+    lengths: tuple[int, ...],
+    device: torch.device,
+    scale: Scale,
+    compiled: bool = False,
+    packs: bool = True,
 ) -> dict[str, float]:
-    """Steps of one micro-batch each, with the optimizer."""
+    """Steps of one micro-batch of texts of these lengths, with the optimizer. `packs`: where it can."""
     torch.manual_seed(0)
     model = PretrainingModel.new(scale.shape, scale.vocabulary, {"pad": 0, "cls": 1, "sep": 2})
     model.to(device).train()
     prepare_for_training(model, device, "bf16")
+    model.encoder.packs &= packs
     step = torch.compile(model, backend=scale.compiler) if compiled else model
     optimizer = optimization(LoopConfig(precision="bf16"), model, steps=1_000)
-    batch = made_up_micro_batch(max(1, tokens // length), length, scale.vocabulary).to(device)
+    batch = made_up_micro_batch(lengths, scale.vocabulary).to(device)
     steps, began, elapsed = -_WARM_UP_STEPS, 0.0, 0.0
     while steps <= 0 or elapsed < scale.seconds:
         began = timer() if steps == 0 else began
@@ -252,23 +305,112 @@ def training_rate(
         elapsed = timer() - began
     per_second = steps / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
-    flops = cost.step(batch.tokens.lengths, batch.predicted_count) * per_second
+    flops = cost.step(lengths, batch.predicted_count) * per_second
     return {
         "mfu": flops / peak_flops(device, "bf16").flops,
         "tokens_per_s": round(batch.token_count * per_second),
-        "micro_batch_tokens": tokens,
     }
 
 
-def made_up_micro_batch(texts: int, length: int, vocabulary: int) -> MicroBatch:
-    """Random ids without padding, with BERT's share of predicted tokens, and a next utterance."""
+def made_up_micro_batch(lengths: tuple[int, ...], vocabulary: int) -> MicroBatch:
+    """Texts of random ids, with BERT's share of predicted tokens, and a next utterance."""
     draw = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(5, vocabulary, (texts, length), generator=draw)
-    predicted = max(1, round(_MASKED_SHARE * ids_BT.numel()))
-    predicted_N = torch.randperm(ids_BT.numel(), generator=draw)[:predicted].sort().values
-    segments_BT = (torch.arange(length) >= length // 2).long().repeat(texts, 1)
-    tokens = Tokens(
-        ids_BT, torch.ones_like(ids_BT, dtype=torch.bool), (length,) * texts, segments_BT
-    )
-    is_next_B = torch.rand(texts, generator=draw) < 0.5
+    shape = (len(lengths), max(lengths))
+    mask_BT = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    ids_BT = torch.randint(5, vocabulary, shape, generator=draw) * mask_BT
+    places_N = mask_BT.flatten().nonzero()[:, 0]
+    predicted = max(1, round(_MASKED_SHARE * len(places_N)))
+    chosen = torch.randperm(len(places_N), generator=draw)[:predicted]
+    predicted_N = places_N[chosen].sort().values
+    segments_BT = (torch.arange(shape[1]) >= shape[1] // 2).long().repeat(shape[0], 1)
+    tokens = Tokens(ids_BT, mask_BT, lengths, segments_BT)
+    is_next_B = torch.rand(shape[0], generator=draw) < 0.5
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
+
+
+def measure_finetuning(config: Config, work: Path) -> list[BenchmarkRow]:
+    """Examples a second of jobs.finetune: bi beside sentence-transformers, poly and cross alone."""
+    on_device = ("--resources.gpu", "true") if config.device == "cuda" else ()
+    beside = replace(config, size="full", only=("bf16",), overrides=on_device)
+    rows = [replace(row, row=f"gpu.{row.row}") for row in finetune.measure(beside, work)]
+    corpus, encoder = open_artifact(config.corpus[0], "corpus"), Path(config.encoder[0])
+    for architecture in ("poly", "cross"):
+        output = work / "finetune" / architecture
+        options = ("--loop.precision", "bf16", "--finetune.epochs", 1, *on_device)
+        _, rate = finetune.train_ours(architecture, corpus, encoder, output, options)
+        note = {"note": "An epoch, the first steps included."}
+        rows.append(BenchmarkRow(f"gpu.finetune.{architecture}", rate, "examples/s", detail=note))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------
+# Embedding
+
+
+def measure_embedding(config: Config, work: Path, scale: Scale) -> list[BenchmarkRow]:
+    """Texts a second of jobs.embed_pool beside sentence-transformers, and the share of the time in which the
+    GPU computes."""
+    from sentence_transformers import SentenceTransformer
+
+    model, device, rows = work / "gpu-encoder", torch.device(config.device), list[BenchmarkRow]()
+    for folder in (model, work / "pools"):
+        shutil.rmtree(folder, ignore_errors=True)
+    run_job("convert_model", "--model", config.encoder[0], "--output", model,
+            "--max-candidate-tokens", _EMBEDDED_TOKENS)  # fmt: skip
+    peer = SentenceTransformer(config.encoder[0], model_kwargs={"dtype": torch.bfloat16})
+    peer.max_seq_length = _EMBEDDED_TOKENS
+    turns = read_texts([open_artifact(config.corpus[0], "corpus")], scale.texts)
+    for ending, together in (("_short", 1), ("", _TURNS_OF_A_LONG_TEXT)):
+        joined = [
+            " ".join(turns[start : start + together]) for start in range(0, len(turns), together)
+        ]
+        # With a number each, as what is alike is embedded once.
+        table = {
+            str(number): f"{number} {text}"
+            for number, text in zip(range(scale.texts // together), itertools.cycle(joined))
+        }
+        on_device = ("--resources.gpu", "true") if device.type == "cuda" else ()
+        with busy_shares(device) as shares:
+            embed(str(model), table, work / "pools", f"texts{ending}", *on_device)
+        facts = Pool.open(str(work / "pools" / f"texts{ending}")).artifact.manifest["embedded"]
+        ours = len(table) / float(facts["plan_seconds"] + facts["seconds"])
+        texts = list(table.values())[: max(64, scale.texts // (16 * together))]
+        peer.encode(texts[:64])  # the first pass allocates
+        began = timer()
+        peer.encode(texts, batch_size=256, show_progress_bar=False)
+        theirs = len(texts) / (timer() - began)
+        floor = peak_flops(device, "bf16").flops / (operations(texts[:500], str(model)) / 500)
+        busy = [n for n, share in enumerate(shares) if share]
+        note = f"{len(table):,} texts, of {facts['seconds']:.0f} s {facts['actor_seconds']:.0f} in the model."
+        rows.append(BenchmarkRow.beside(
+            f"gpu.embed.vs_sentence_transformers{ending}", ours, theirs, "texts/s", note, floor=floor,
+            share_of_floor=ours / floor,
+        ))  # fmt: skip
+        # From the first moment with work to the last: a job starts processes, and plans.
+        share = mean(shares[busy[0] : busy[-1] + 1]) / 100 if busy else None
+        detail = {"note": note}
+        rows.append(
+            BenchmarkRow(f"gpu.embed.busy_share{ending}", share, "of the time", detail=detail)
+        )
+    return rows
+
+
+@contextmanager
+def busy_shares(device: torch.device) -> Iterator[list[int]]:
+    """Per cent of the time in which the GPU computes, five times a second, by the driver's counter (NVML),
+    while the context is open; none of a CPU."""
+    shares, ended = list[int](), Event()
+
+    def look() -> None:
+        while not ended.wait(_SECONDS_OF_A_LOOK):
+            shares.append(torch.cuda.utilization(device))
+
+    thread = Thread(target=look, daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    try:
+        yield shares
+    finally:
+        ended.set()
+        if thread.ident:
+            thread.join()

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 
@@ -17,6 +18,8 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import example_files
+from pipeline.models.encoder import Encoder
+from pipeline.models.ranker import load_ranker
 
 
 def read_contexts(corpus: Artifact, count: int) -> list[list[str]]:
@@ -36,7 +39,7 @@ def read_texts(corpora: Sequence[Artifact], count: int) -> list[str]:
     return list(texts)[:count]
 
 
-def embed(model: str, texts: Mapping[str, str], pools: Path, name: str) -> Run:
+def embed(model: str, texts: Mapping[str, str], pools: Path, name: str, *options: object) -> Run:
     """Runs jobs.embed_pool on texts by their ids."""
     file = Path(f"{pools}-{name}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,8 +47,26 @@ def embed(model: str, texts: Mapping[str, str], pools: Path, name: str) -> Run:
         for id, text in texts.items():
             stream.write(json.dumps({"id": id, "text": text}) + "\n")
     return run_job(
-        "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", name
+        "embed_pool",
+        "--model",
+        model,
+        "--candidates",
+        file,
+        "--pools",
+        pools,
+        "--name",
+        name,
+        *options,
     )
+
+
+def operations(texts: Sequence[str], model: str) -> float:
+    """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
+    ranker = load_ranker(Path(model))
+    config = next(part for part in ranker.modules() if isinstance(part, Encoder)).hf.config
+    lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
+    layers, width = config.num_hidden_layers, config.hidden_size
+    return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
 
 
 def cross_encoder(encoder: Path, folder: Path) -> Path:

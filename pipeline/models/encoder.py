@@ -76,6 +76,7 @@ class Encoder(TextEncoder):
         self.segments = getattr(hf.config, "type_vocab_size", 0) > 1
         self.packs = False
         """Whether texts of several lengths train as one row, without padding: `prepare_for_training`."""
+        self._in_bf16 = False
 
     @classmethod
     def new(cls, shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Encoder:
@@ -121,6 +122,13 @@ class Encoder(TextEncoder):
         except ValueError as error:
             raise BadInput(f"gradient checkpointing: {error}") from None
 
+    def keep_bf16(self) -> None:
+        """Lets layers hand bf16 to each other under autocast on a GPU; what leaves the encoder is float32."""
+        for part in self.hf.modules():
+            if type(part) is nn.LayerNorm:
+                part.__class__ = _Bf16Norm
+        self._in_bf16 = True
+
     def copy_first_segment(self) -> None:
         """Gives the second text of a pair the segment embedding of the first, where there are any."""
         if self.segments:
@@ -141,7 +149,7 @@ class Encoder(TextEncoder):
         hidden_BTD: Tensor = self.hf(
             **inputs, attention_mask=tokens.mask_BT.long()
         ).last_hidden_state
-        return hidden_BTD
+        return hidden_BTD.float() if self._in_bf16 else hidden_BTD
 
     def _forward_packed(self, tokens: Tokens, inputs: Mapping[str, Tensor]) -> Tensor:
         """The packing travels as an argument that models hand on to their attention, so that layers which
@@ -155,7 +163,19 @@ class Encoder(TextEncoder):
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.long, device=device),
             packing=packing,
         ).last_hidden_state
-        return packing.unpack(row)
+        return packing.unpack(row.float() if self._in_bf16 else row)
+
+
+class _Bf16Norm(nn.LayerNorm):
+    """Sums in float32, as each norm on a GPU. Autocast would have it read and write float32, too, and so all
+    that lies between a layer's products."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = (None if p is None else p.bfloat16() for p in (self.weight, self.bias))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.layer_norm(
+                hidden.bfloat16(), self.normalized_shape, weight, bias, self.eps
+            )
 
 
 def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
@@ -265,15 +285,17 @@ def prepare_for_training(
 ) -> None:
     """Chooses the implementation of every encoder in `module`, before it is wrapped or compiled.
 
-    On a CPU: `cpu.accelerate`. On a GPU in bf16, as their kernels take no float32: FlashAttention-2 where the
-    package `flash_attn` is installed and the model knows it, else rows without padding, where the model knows
-    them and has no dropout. Else: the library's default, SDPA. A model with FlashAttention-2 is validated
-    under bf16 autocast, too.
+    On a CPU: `cpu.accelerate`. On a GPU in bf16: norms that read and write bf16; and, as their kernels take
+    no float32, FlashAttention-2 where the package `flash_attn` is installed and the model knows it, else rows
+    without padding, where the model knows them and has no dropout. Else: the library's default, SDPA. Such
+    models are validated under bf16 autocast, too.
     """
     on_gpu = device.type == "cuda" and resolve_precision(precision, device) == "bf16"
     for part in module.modules():
         if not isinstance(part, Encoder):
             continue
+        if on_gpu:
+            part.keep_bf16()
         if device.type == "cpu":
             part.packs = cpu.accelerate(part.hf)
         elif on_gpu and find_spec("flash_attn") and part.hf._supports_flash_attn:

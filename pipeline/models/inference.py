@@ -235,9 +235,10 @@ def _even(ranker: Ranker, tokens: Tokens) -> Tokens:
 def _run_in_batches(
     ranker: Ranker, lengths: list[int], batch_tokens: int, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:
-    """Runs `forward` over all places, longest first, and puts the results in order."""
+    """Runs `forward` over all places, longest first, and puts the results in order. While a GPU computes a
+    batch the caller makes the next one: a result is copied when the batch behind it has begun."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-    parts: list[Tensor] = []
+    parts, waiting = list[Tensor](), list[Tensor]()
     start = 0
     bf16 = resolve_precision(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
     limit = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
@@ -253,8 +254,10 @@ def _run_in_batches(
                 torch.cuda.empty_cache()
                 budget = rows // 2 * lengths[order[start]]
                 continue
-            parts.append(part.float().cpu())
+            parts += [result.cpu() for result in waiting]
+            waiting = [part.float()]
             start += rows
+    parts += [result.cpu() for result in waiting]
     results = torch.cat(parts)
     inverse = torch.empty(len(order), dtype=torch.long)
     inverse[torch.tensor(order)] = torch.arange(len(order))

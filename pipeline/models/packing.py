@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pipeline.models.tokens import copied
+
 # Models known to take positions for a token from `position_ids` alone.
 _PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
 # Padded tokens of a group: what suits a core's cache.
@@ -79,7 +81,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """With the places on the device of the batch."""
-        places = (_copied(tensor, device) for tensor in (self.place_N, self.position_R))
+        places = (copied(tensor, device) for tensor in (self.place_N, self.position_R))
         return Packing(self.shape, self.length_B, *places)
 
     @property
@@ -92,7 +94,7 @@ class Packing:
         text; and the longest text's length."""
         length_T = F.pad(self.length_B, (1, 1))
         length_T[-1] = self.spare
-        ends = _copied(length_T.cumsum(0).int(), self.place_N.device)
+        ends = copied(length_T.cumsum(0).int(), self.place_N.device)
         return ends, int(length_T.max())
 
     @cached_property
@@ -146,12 +148,6 @@ class Packing:
             parts.append(attention(*padded, group.mask).flatten(0, 1))
         parts.append(parts[0].new_zeros(1, *shape))
         return _move(torch.cat(parts), grouped_R, packed_P)[None]
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a device. A copy to a GPU waits for what the GPU computes, unless it is from pinned memory."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
 
 
 def _positions(length_B: Tensor) -> Tensor:

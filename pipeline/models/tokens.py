@@ -52,8 +52,7 @@ class Tokens(NamedTuple):
         return Tokens(change(self.ids_BT), change(self.mask_BT), self.lengths, segments)
 
     def to(self, device: torch.device) -> Tokens:
-        """The batch on a device; from pinned memory the copy does not wait."""
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: copied(tensor, device))
 
     def widened(self, width: int, pad: int) -> Tokens:
         """The batch with padding up to a width, if it is not as wide."""
@@ -95,6 +94,13 @@ class RowTokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes what `load_ranker` needs."""
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a device. A copy to a GPU waits for what the GPU computes, unless it is from pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.contiguous().pin_memory()  # an expanded tensor cannot be pinned
+    return tensor.to(device, non_blocking=True)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, separators: int = 1) -> None:

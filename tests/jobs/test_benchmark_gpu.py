@@ -38,6 +38,7 @@ def test_what_a_gpu_runs_runs_on_a_cpu():
         "gpu.search.10m_bi_time_over_read_floor",
         "gpu.pretrain.mfu_bert_base_128",
         "gpu.pretrain.mfu_bert_base_512",
+        "gpu.pretrain.packed_over_padded",
     ]
     assert all(row.ours is not None and row.ours >= 0 for row in rows.values())
     assert all(row.detail["note"].endswith("cpu.") for row in rows.values()), "no GPU's 10 million"
@@ -107,8 +108,7 @@ def test_scores_that_are_not_those_of_plain_torch_fail_the_part(monkeypatch):
         return answer._replace(scores=answer.scores - 5)
 
     monkeypatch.setattr(gpu, "top_rows", wrong)
-    monkeypatch.setattr(gpu, "_LENGTHS", ())
-    (row,) = gpu.measure(ON_CPU, Path())
+    (row,) = gpu.measure(replace(ON_CPU, only=("search",)), Path())
     assert row.detail == {"failed": "the search's scores are not those of plain torch"}
 
 
@@ -132,10 +132,10 @@ def test_scores_that_are_not_those_of_plain_torch_fail_the_part(monkeypatch):
     ],
 )
 def test_what_does_not_fit_on_a_gpu_is_named_beside_what_does(monkeypatch, fits, rate, names):
-    def measured(tokens, length, device, scale, compiled):
-        if not fits(tokens, compiled):
+    def measured(lengths, device, scale, compiled):
+        if not fits(sum(lengths), compiled):
             raise torch.OutOfMemoryError("no memory")
-        return {"mfu": tokens, "micro_batch_tokens": tokens}
+        return {"mfu": sum(lengths)}
 
     monkeypatch.setattr(gpu, "training_rate", measured)
     scale = replace(gpu.SCALES["cpu"], micro_batch_tokens=(512, 1024, 2048, 4096))
@@ -147,12 +147,12 @@ def test_what_does_not_fit_on_a_gpu_is_named_beside_what_does(monkeypatch, fits,
     assert len(failed) == (1 if rate is None else 2)
 
 
-def test_made_up_micro_batches_are_full():
-    batch = gpu.made_up_micro_batch(4, 128, 300)
-    assert batch.token_count == batch.tokens.ids_BT.numel() == 512
-    assert batch.tokens.mask_BT.all()
-    assert batch.predicted_count == 77  # 15 %
-    assert len(set(batch.predicted_N.tolist())) == 77
+def test_made_up_micro_batches_predict_no_padding():
+    batch = gpu.made_up_micro_batch((128, 100, 28), 300)
+    assert batch.token_count == batch.tokens.mask_BT.sum() == sum(batch.tokens.lengths) == 256
+    assert batch.predicted_count == 38  # 15 %
+    assert len(set(batch.predicted_N.tolist())) == 38
+    assert batch.tokens.mask_BT.flatten()[batch.predicted_N].all()
     torch.testing.assert_close(batch.labels_N, batch.tokens.ids_BT.flatten()[batch.predicted_N])
 
 
@@ -160,5 +160,5 @@ def test_made_up_micro_batches_are_full():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_utilisation_of_a_gpu_is_a_share():
     """More than the peak would be a wrong count, or a clock that does not wait for the device."""
-    found = gpu.training_rate(16_384, 512, torch.device("cuda"), gpu.SCALES["cuda"], compiled=False)
+    found = gpu.training_rate((512,) * 32, torch.device("cuda"), gpu.SCALES["cuda"])
     assert 0.05 < found["mfu"] < 1

@@ -116,6 +116,28 @@ def test_gpus_take_flash_attention_only_where_package_model_and_precision_allow_
     assert chosen("cuda", matrix_units=False) is None
 
 
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_layers_hand_bf16_on_where_a_gpu_trains(tiny, architecture):
+    """Autocast alone would have norms write float32, which each next product reads and rounds."""
+    tokens = tiny.tokenizer().batch([[2, 7, 8, 3], [2, 9, 3]])
+    encoder = tiny.encoder(architecture=architecture).eval()
+    names, expected = list(encoder.state_dict()), encoder(tokens)
+    encoder.keep_bf16()
+    dtypes = set()
+    for part in encoder.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_pre_hook(lambda part, inputs: dtypes.add(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = encoder(tokens)
+    assert dtypes == {torch.bfloat16} and found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    found.sum().backward()
+    assert {value.grad.dtype for value in encoder.parameters() if value.grad is not None} == {
+        torch.float32
+    }
+    assert list(encoder.state_dict()) == names
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])

@@ -177,7 +177,8 @@ def test_rows_have_little_to_spare_and_few_lengths():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_gpu_computes_packed_rows_as_a_cpu_does(kind):
-    """bf16 has three digits."""
+    """bf16 has three digits: on a CPU its outputs are off by 1.7 % and the direction of its gradients by a
+    cosine of 0.9991 here."""
     torch.manual_seed(0)
     model, config, more = MODELS[kind]
     encoder = Encoder(model(config(**{**SIZES, "hidden_size": 32}, **more))).train()
@@ -188,8 +189,10 @@ def test_a_gpu_computes_packed_rows_as_a_cpu_does(kind):
     assert encoder.packs
     with torch.autocast("cuda", torch.bfloat16):
         found, gradients = outputs_and_gradients(encoder, tokens.to(device))
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
-    least = 0.1 * max(gradient.norm() for gradient in expected_gradients.values())
-    for name, gradient in expected_gradients.items():
-        difference = (gradients[name].cpu() - gradient).norm() / gradient.norm().clamp(min=least)
-        assert difference < 0.05, (name, difference)
+    assert (found.cpu() - expected).norm() < 0.04 * expected.norm()
+    here, there = (
+        torch.cat([each[name].flatten().cpu() for name in expected_gradients])
+        for each in (expected_gradients, gradients)
+    )
+    assert torch.nn.functional.cosine_similarity(here, there, dim=0) > 0.997
+    assert float(there.norm() / here.norm()) == pytest.approx(1, abs=0.03)
