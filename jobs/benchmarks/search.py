@@ -39,9 +39,9 @@ from pipeline.search.threads import in_parallel
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}
-_QUESTIONS = {"small": 8, "full": 32}
-_CHECKED = {"small": 50, "full": 1_000}
-_ROUNDS = {"small": 3, "full": 7}
+_QUESTIONS = {"small": 8, "full": 16}
+_CHECKED = {"small": 50, "full": 200}
+_ROUNDS = {"small": 3, "full": 5}
 _FEW = 100_000  # where poly is compared with bi, and all answers with float64
 # Sizes of pools; the first rows of the large one, in float32, as jobs.embed_pool stores them.
 _SIZES = {
@@ -273,7 +273,7 @@ def _times_of_forms(
             index = faiss.IndexFlatIP(pool.dimensions)
             index.add(plain_ND.numpy())
             searches["faiss"] = lambda number: index.search(contexts_QMD[0], _TOP_K)
-    repeats = 4 if len(pool) > _SMALL_POOL else 16
+    repeats = 2 if len(pool) > _SMALL_POOL else 16
     return _seconds(searches, 1, rounds * repeats)
 
 
