@@ -437,8 +437,14 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert f"--uid {context['runAsUser']} " in (ROOT / "kuberay" / "Dockerfile").read_text()
         for container in pod["containers"]:
-            rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            rights = {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
             assert container["securityContext"] == rights
+            written = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert written == {"/scratch", "/tmp", "/home/ray"}
         # Only the autoscaler, a container of the head, talks to Kubernetes.
         has_token = accounts[pod["serviceAccountName"]].get("automountServiceAccountToken", True)
         assert has_token == (name == "head")

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,14 @@ INSTRUCTIONS = re.findall(r"(?m)^([A-Z]+) (.*)$", DOCKERFILE)
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "kuberay" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 MAPPED_PORTS = {"service": "8000", "mlflow": "5000"}
+
+
+# A remount with bind changes the mount of this namespace alone.
+READ_ONLY = """
+mount --bind "$1" "$1"; mount --bind "$2" "$2"
+mount -o remount,bind,ro /; mount -o remount,bind,ro "$2"
+shift 2; exec "$@"
+"""
 
 
 def only(instruction: str) -> str:
@@ -100,7 +109,8 @@ def container(
     image: Path, home: Path, service: str, mounts: dict[str, Path], port: int
 ) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """Runs a service's entrypoint and command with paths and the port mapped; where it may, as process 1 of a
-    namespace. Yields (what was started, the process that Docker would send SIGTERM to)."""
+    namespace in which only the folder for temporary files, which has the home, can be written, as kuberay/
+    has it. Yields (what was started, the process that Docker would send SIGTERM to)."""
     entrypoint = SERVICES[service].get("entrypoint") or json.loads(only("ENTRYPOINT"))
     text = SERVICES[service]["command"].replace("${MODEL:-ranker}", "ranker")
     words = [*entrypoint[2:], *shlex.split(text)]
@@ -114,8 +124,11 @@ def container(
         words = [sys.executable, "-m", *words]
     else:
         words = [str(Path(sys.executable).with_name("polyrank")), *words[1:], "--port", str(port)]
-    isolate = ["unshare", "--pid", "--fork", "--mount-proc"]
+    isolate = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-ec", READ_ONLY, "sh",
+               tempfile.gettempdir(), str(image)]  # fmt: skip
     is_isolated = os.geteuid() == 0 and not subprocess.run([*isolate, "true"]).returncode
+    if is_isolated:
+        assert subprocess.run([*isolate, "touch", str(image / "written")]).returncode
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
