@@ -105,6 +105,12 @@ class VectorNetwork(Network):
         """The views that rank the response in training; the first is the result of `encode_contexts`."""
         return [View(*self.encode_contexts(tokens))]
 
+    def encode_batch(
+        self, contexts: Tokens, candidates: Sequence[Tokens]
+    ) -> tuple[list[View], list[Tensor]]:
+        """`context_views`, and `encode_candidates` of each batch, for a step of training."""
+        return self.context_views(contexts), [self.encode_candidates(part) for part in candidates]
+
     @property
     def training_scale(self) -> Tensor | float:
         """Factor on the scores in the loss."""
@@ -363,22 +369,36 @@ class DualEncoder(VectorNetwork):
         return (*narrower, self.dimensions)
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        hidden_BTD = self._outputs(self.context_encoder, tokens)
-        with no_autocast(hidden_BTD):
-            vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
-            return self._project(self.context_projection, vectors_BMD), mask_BM
+        return self._view(self.context_encoder(tokens), tokens)
 
     def encode_candidates(self, tokens: Tokens) -> Tensor:
-        hidden_NTD = self._outputs(self.candidate_encoder, tokens)
-        with no_autocast(hidden_NTD):
-            vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
-            return self._project(self.candidate_projection, vectors_ND)
+        return self._candidates(self.candidate_encoder(tokens), tokens)
+
+    def encode_batch(
+        self, contexts: Tokens, candidates: Sequence[Tokens]
+    ) -> tuple[list[View], list[Tensor]]:
+        if self.candidate_encoder is self.context_encoder:
+            of_contexts, *hidden = self.context_encoder.forward_together([contexts, *candidates])
+        else:
+            of_contexts = self.context_encoder(contexts)
+            hidden = self.candidate_encoder.forward_together(candidates)
+        vectors = [self._candidates(*pair) for pair in zip(hidden, candidates, strict=True)]
+        return [self._view(of_contexts, contexts)], vectors
 
     def attention_to_tokens(self, tokens: Tokens) -> Tensor:
-        return self.token_weights(self._outputs(self.context_encoder, tokens), tokens.mask_BT)
+        return self.token_weights(self._scaled(self.context_encoder(tokens)), tokens.mask_BT)
 
-    def _outputs(self, encoder: Encoder, tokens: Tokens) -> Tensor:
-        hidden_BTD: Tensor = encoder(tokens)
+    def _view(self, hidden_BTD: Tensor, tokens: Tokens) -> View:
+        with no_autocast(hidden_BTD):
+            vectors_BMD, mask_BM = self.context_vectors(self._scaled(hidden_BTD), tokens.mask_BT)
+            return View(self._project(self.context_projection, vectors_BMD), mask_BM)
+
+    def _candidates(self, hidden_NTD: Tensor, tokens: Tokens) -> Tensor:
+        with no_autocast(hidden_NTD):
+            vectors_ND = self.reduced(self._scaled(hidden_NTD), tokens.mask_BT)
+            return self._project(self.candidate_projection, vectors_ND)
+
+    def _scaled(self, hidden_BTD: Tensor) -> Tensor:
         return hidden_BTD.float() * self.config.output_scaling
 
     def _project(self, projection: nn.Linear | None, vectors: Tensor) -> Tensor:

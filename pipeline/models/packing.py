@@ -57,32 +57,35 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The N tokens of B texts, shortest text first, as one row of R: N and some spare ones."""
+    """The N tokens of some batches' texts, shortest text first, as one row of R: N and some spare ones."""
 
-    shape: tuple[int, int]
-    """B, T"""
+    shapes: tuple[tuple[int, int], ...]
+    """B, T of each batch"""
     length_B: Tensor
-    """Ascending, on the CPU."""
+    """Of all texts, ascending, on the CPU."""
     place_N: Tensor
-    """The place of each token in [B · T]."""
+    """The place of each token in the batches' [B · T], one batch after the other."""
     position_R: Tensor
     """The number of each token in its text."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], width: int) -> Packing:
-        """For a batch [B, T] of texts with so many tokens, padded at the right to T = `width`."""
-        length_B = torch.tensor(lengths)
+    def of(cls, lengths: Sequence[Sequence[int]], widths: Sequence[int]) -> Packing:
+        """For batches [B, T] of texts with so many tokens, padded at the right to T, the batch's width."""
+        shapes = tuple((len(part), width) for part, width in zip(lengths, widths, strict=True))
+        length_B = torch.tensor([length for part in lengths for length in part])
+        width_B = torch.tensor([width for rows, width in shapes for _ in range(rows)])
+        start_B = width_B.cumsum(0) - width_B
         order_B = length_B.argsort(stable=True)
         length_B = length_B[order_B]
         position_N = _positions(length_B)
-        place_N = (order_B * width).repeat_interleave(length_B) + position_N
+        place_N = start_B[order_B].repeat_interleave(length_B) + position_N
         position_R = F.pad(position_N, (0, _spare_count(len(position_N))))
-        return cls((len(lengths), width), length_B, place_N, position_R)
+        return cls(shapes, length_B, place_N, position_R)
 
     def to(self, device: torch.device) -> Packing:
         """With the places on the device of the batch."""
         places = (copied(tensor, device) for tensor in (self.place_N, self.position_R))
-        return Packing(self.shape, self.length_B, *places)
+        return Packing(self.shapes, self.length_B, *places)
 
     @property
     def spare(self) -> int:
@@ -115,17 +118,18 @@ class Packing:
         packed_P[grouped_N] = torch.arange(len(grouped_N))
         return Groups(tuple(groups), grouped_R, packed_P)
 
-    def pack(self, padded_BT: Tensor) -> Tensor:
-        """[B, T] → [1, R]"""
-        tokens_N = padded_BT.flatten().index_select(0, self.place_N)
-        return F.pad(tokens_N, (0, self.spare))[None]
+    def pack(self, batches: Sequence[Tensor]) -> Tensor:
+        """[B, T] each → [1, R]"""
+        tokens = torch.cat([padded_BT.flatten() for padded_BT in batches])
+        return F.pad(tokens.index_select(0, self.place_N), (0, self.spare))[None]
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """[1, R, D] → [B, T, D], zeros at padding."""
-        rows, width = self.shape
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """[1, R, D] → [B, T, D] of each batch, zeros at padding."""
+        sizes = [rows * width for rows, width in self.shapes]
         tokens = packed[0, : len(self.place_N)]
-        zeros = tokens.new_zeros(rows * width, tokens.shape[1])
-        return zeros.index_copy(0, self.place_N, tokens).view(rows, width, -1)
+        padded = tokens.new_zeros(sum(sizes), tokens.shape[1]).index_copy(0, self.place_N, tokens)
+        parts = zip(torch.split(padded, sizes), self.shapes, strict=True)
+        return [part.view(*shape, -1) for part, shape in parts]
 
     def attend(
         self, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor

@@ -139,14 +139,12 @@ class DualModule(Objective):
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
         """Vectors [B, V, M, D] of V views of each context, their mask [B, V, M], responses [B, D],
         wrong candidates [B, K, D]."""
-        views = self.network.context_views(batch.contexts)
+        candidates = [batch.responses, *([batch.negatives] if len(batch.negatives.ids_BT) else [])]
+        views, (responses_BD, *more) = self.network.encode_batch(batch.contexts, candidates)
         vectors_BVMD = torch.stack([view.vectors_BMD for view in views], dim=1)
         mask_BVM = torch.stack([view.mask_BM for view in views], dim=1)
-        responses_BD = self.network.encode_candidates(batch.responses)
-        negatives_BKD = responses_BD.new_zeros(len(batch), 0, responses_BD.shape[1])
-        if len(batch.negatives.ids_BT):
-            negatives_ND = self.network.encode_candidates(batch.negatives)
-            negatives_BKD = negatives_ND.view(len(batch), -1, negatives_ND.shape[1])
+        width = responses_BD.shape[1]
+        negatives_BKD = (torch.cat(more) if more else responses_BD[:0]).view(len(batch), -1, width)
         return vectors_BVMD.float(), mask_BVM, responses_BD.float(), negatives_BKD.float()
 
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, LossMetrics]:

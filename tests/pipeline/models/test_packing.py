@@ -110,12 +110,31 @@ def test_a_text_does_not_see_the_others(encoder):
     assert not torch.allclose(hidden[0][2], hidden[1][2])
 
 
+def test_batches_together_compute_what_each_does(encoder):
+    batches = [tokens_of([5, 9, 12, 3]), tokens_of([2, 2], seed=1), tokens_of([7, 1, 1], seed=2)]
+    rows = []
+    encoder.hf.register_forward_pre_hook(lambda hf, given: rows.append(1))
+    together = encoder.forward_together(batches)
+    assert len(rows) == 1
+    for tokens, found in zip(batches, together, strict=True):
+        assert found.shape[:2] == tokens.ids_BT.shape
+        mask = tokens.mask_BT[..., None]
+        torch.testing.assert_close(found * mask, encoder(tokens) * mask, rtol=1e-4, atol=1e-5)
+    encoder.eval()
+    del rows[:]
+    encoder.forward_together(batches)
+    assert len(rows) == 3
+    encoder.train()
+
+
 def packed_rows(encoder, tokens, monkeypatch):
     """How many rows went through the model as one."""
     seen = []
     of = Packing.of
     with monkeypatch.context() as patch:
-        patch.setattr(Packing, "of", lambda *given: seen.append(len(given[0])) or of(*given))
+        patch.setattr(
+            Packing, "of", lambda *given: seen.append(sum(map(len, given[0]))) or of(*given)
+        )
         encoder(tokens)
     return sum(seen)
 
@@ -143,7 +162,7 @@ def test_other_models_get_padded_batches(model, monkeypatch):
 def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_GROUP_TOKENS", budget)
-        packed = Packing.of(lengths, max(lengths) + 2)
+        packed = Packing.of([lengths], [max(lengths) + 2])
         groups, grouped, place_in_row = packed.groups
     assert sum(group.texts for group in groups) == len(lengths)
     for group in groups:
@@ -155,8 +174,8 @@ def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     assert sorted(place_in_row.tolist()) == places + [tokens] * (padded + 1 - tokens)
     assert set(grouped[tokens:].tolist()) == {padded}
     padded = torch.arange(len(lengths))[:, None] * 100 + torch.arange(max(lengths) + 2)
-    assert len(packed.pack(padded)[0]) == tokens // 8 * 8 + 8  # more than there are tokens
-    rows = packed.pack(padded)[0, : sum(lengths)]
+    assert len(packed.pack([padded])[0]) == tokens // 8 * 8 + 8  # more than there are tokens
+    rows = packed.pack([padded])[0, : sum(lengths)]
     assert sorted(rows.tolist()) == [
         row * 100 + place for row, length in enumerate(lengths) for place in range(length)
     ]
