@@ -46,7 +46,8 @@ class Config:
     """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune, gpu and paper: an encoder, as for jobs.finetune; --table encoders takes several.
+    """For finetune, gpu and paper: an encoder, as for jobs.finetune; gpu embeds with one of
+    sentence-transformers. --table encoders takes several.
     For serve: one of sentence-transformers, whose own services are measured beside polyrank's."""
     corpus: tuple[str, ...] = ()
     """For convert, finetune and gpu: a corpus. For paper: one corpus for each task. For search and serve:
