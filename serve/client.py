@@ -32,9 +32,7 @@ from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
 _FIRST_WAIT_S = 0.1  # after a lost connection; twice as long each time
-_MOST_DOUBLINGS = (
-    4  # then 1.6 s each: a wait as long as all before it would skip half of the client's time
-)
+_MOST_DOUBLINGS = 4  # then 1.6 s each: ever longer waits would use half of the client's time
 _JITTER = 0.5  # the wait before a retry is stretched by up to 50 % at random
 _MOST_DEATHS = 2  # of replicas under one request, which may be what kills them
 _CODES_OF_RAY = {
