@@ -179,11 +179,12 @@ def _milliseconds(clock: list[float], step: int) -> float:
 
 def _line(result: dict[str, Any]) -> str:
     scores = [result[name] for name in ("cross_score", "score") if name in result]
-    vectors = " ".join(f"{name}:{share:.2f}" for name, share in result["vectors"].items())
+    shares = result["vectors"].items()  # of one vector, a bi-encoder's, there is nothing to say
+    vectors = " ".join(f"{name}:{share:.2f}" for name, share in shares) if len(shares) > 1 else ""
     numbers = "".join(f"{score:9.3f}" for score in scores)
     columns = "".join(f"  {name}={value}" for name, value in result["columns"].items())
     text = result["text"][:_SHOWN_CHARACTERS]
-    return f"{numbers}  {result['id']:<24}  {vectors:<24}  {text}{columns}"
+    return f"{numbers}  {result['id']:<24}  {vectors and f'{vectors:<24}  '}{text}{columns}"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
 _FIRST_WAIT_S = 0.1  # after a lost connection; twice as long each time
+_MOST_DOUBLINGS = 4  # then 1.6 s each: ever longer waits would use half of the client's time
 _JITTER = 0.5  # the wait before a retry is stretched by up to 50 % at random
 _MOST_DEATHS = 2  # of replicas under one request, which may be what kills them
 _CODES_OF_RAY = {
@@ -345,7 +346,7 @@ def _is_worth_another_attempt(outcome: _Outcome) -> bool:
 
 
 def _wait_s(outcome: _Outcome, attempts: int) -> float:
-    wait_s: float = _FIRST_WAIT_S * 2 ** (attempts - 1)
+    wait_s: float = _FIRST_WAIT_S * 2 ** min(attempts - 1, _MOST_DOUBLINGS)
     if isinstance(outcome, httpx2.Response):
         retry_after: str = outcome.headers.get("retry-after", "")
         wait_s = max(wait_s, float(retry_after) if retry_after.isdecimal() else 0.0)

@@ -298,12 +298,14 @@ def test_the_text_of_the_rayservice_starts(cluster, lake, model):
 @pytest.mark.long
 def test_the_death_of_a_replica_costs_no_client_a_request(cluster):
     """Of the service that the test before has deployed, behind HAProxy. Each client asks once more."""
-    cohere, openai = map(pytest.importorskip, ("cohere", "openai"))
+    cohere, openai, httpx = map(pytest.importorskip, ("cohere", "openai", "httpx"))
     url, token = f"http://127.0.0.1:{cluster.port}", TOKENS[0]
     ours = Client(url, token, retries=1)
     openai_client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=1)
-    cohere_client = cohere.ClientV2(api_key=token, base_url=url)
-    ask_once_more = {"max_retries": 1}
+    http = httpx.Client(timeout=60)
+    cohere_client = cohere.ClientV2(api_key=token, base_url=url, httpx_client=http)
+    # Without the second option Cohere's client gives up where HAProxy closes a connection.
+    ask_once_more = {"max_retries": 1, "retry_remote_protocol_errors": True}
     calls: dict[str, Callable[[], Any]] = {
         "ours": lambda: ours.rank(CONTEXT["context"], pool="replies").results,
         "openai": lambda: openai_client.embeddings.create(model="dialogue", input=["hi"]).data,
@@ -343,6 +345,7 @@ def test_the_death_of_a_replica_costs_no_client_a_request(cluster):
                 each.result(60)
             ours.close()
             openai_client.close()
+            http.close()
 
 
 # The examples, one after the other on the same cluster

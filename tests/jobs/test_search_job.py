@@ -68,6 +68,19 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny
     assert all(TEXTS[n][:80] in line for n, line in zip(order, table, strict=True))
 
 
+def test_shares_of_a_context_s_only_vector_are_not_shown(
+    search, run_job_here, tiny_ranker, tmp_path
+):
+    model, file = tiny_ranker("bi").uri, tmp_path / "texts.jsonl"
+    pool = run_job_here(
+        "embed_pool", "--model", model, "--candidates", file, "--pools", tmp_path, "--name", "q"
+    ).summary["pool"]
+    done = search("--context", "a", "--top-k", 1, model=model, pool=pool)
+    (result,) = done.summary["results"]
+    assert result["vectors"] == {"0": 1.0}
+    assert done.stdout.splitlines()[0].split(maxsplit=2)[1:] == [result["id"], result["text"]]
+
+
 def test_the_context_s_precision_is_chosen_and_said(search):
     for precision in ("bf16", "fp32"):
         done = search("--context", "a", "--precision", precision)

@@ -336,6 +336,14 @@ def test_where_nobody_listens_the_client_gives_up(ask, waits):
         assert least <= waited <= 1.5 * least
 
 
+def test_waits_stop_growing_so_that_a_proxy_may_be_away_for_most_of_the_clients_time(ask, waits):
+    with no_service() as url:
+        error_of(
+            lambda: ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 60.0, "retries": 12})
+        )
+    assert len(waits) == 13 and all(1.6 <= waited <= 1.5 * 1.6 for waited in waits[5:])
+
+
 def test_an_answer_that_does_not_come_is_not_waited_for(ask):
     with socket.create_server(("127.0.0.1", 0)) as listener:  # connects, and says nothing
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
