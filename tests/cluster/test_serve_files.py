@@ -25,6 +25,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import mlflow
+import psutil
 import pytest
 import yaml
 
@@ -159,7 +160,25 @@ def test_the_file_for_one_machine_starts(serve_run, model, tiny_pool):
         ".demo/rankers/poly": os.path.relpath(model.uri, ROOT),
         ".demo/pools/replies": os.path.relpath(tiny_pool(model), ROOT),
     }
-    require_ranking(rank(serve_run("config.yaml", values).port), model)
+    run = serve_run("config.yaml", values)
+    require_ranking(rank(run.port), model)
+    require_a_cheap_replica(serve_run.folder, run)
+
+
+def require_a_cheap_replica(folder: str, run: ServeRun) -> None:
+    """It has one event loop, and one line in its log for each request: polyrank's, which has the sender."""
+    (replica,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "ray::ServeReplica" in " ".join(process.info["cmdline"] or ())
+        and process.environ().get("RAY_TMPDIR") == folder
+    ]
+    assert replica.environ()["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
+    log = run.file.with_suffix(".log")  # the terminal, which shows what replicas print
+    rank(run.port)  # its line comes after Serve's own of the request before, if Serve writes one
+    until(lambda: log.read_text().count(" POST /rank 200 ") == 2)
+    lines = [line for line in log.read_text().splitlines() if " POST /rank 200 " in line]
+    assert all("polyrank.serve.access: " in line for line in lines)
 
 
 def haproxy_in(folder: str) -> dict[str, str]:
