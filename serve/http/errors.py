@@ -11,13 +11,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
 from serve.refusals import CODES, Refusal
 
-_ANY: TypeAdapter[Any] = TypeAdapter(Any)
 _SHOWN_CHARACTERS = 200  # of a client's input in an error message
 
 
@@ -42,8 +41,8 @@ def response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Resp
         headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
     if refusal.code == "unauthorized":
         headers["www-authenticate"] = "Bearer"
-    problem = {"code": refusal.code, "message": refusal.message, "field": refusal.field}
-    body = _ANY.dump_json({"error": problem})
+    problem = Problem(code=refusal.code, message=refusal.message, field=refusal.field)
+    body = ErrorResponse(error=problem).model_dump_json()
     return Response(body, CODES[refusal.code].status, headers, "application/json")
 
 

@@ -11,15 +11,12 @@ import asyncio
 import functools
 import logging
 import re
-import sys
-import threading
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from logging.handlers import MemoryHandler
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -49,7 +46,6 @@ _WRONG_HOST = (
 )
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
-_LOG_S = 0.1
 _MAX_PATH_CHARACTERS = 200  # in the log
 _SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
 _SAVED_S = 10.0  # for which a sender may save up requests
@@ -351,7 +347,7 @@ def _needs_no_token(scope: Scope) -> bool:
     return is_page or path in _PATHS_WITHOUT_TOKEN or method == "OPTIONS"
 
 
-@functools.lru_cache(1024)  # it takes 9 µs
+@functools.lru_cache(64)  # few, as a host may be long; it takes 9 µs
 def _is_safe_host(client: str, host: str) -> bool:
     """Whether a client without a token may ask by this value of the header Host.
 
@@ -369,33 +365,9 @@ def _is_safe_host(client: str, host: str) -> bool:
         return False
 
 
-class _LogWriter(MemoryHandler):
-    """Writes lines together, at most 0.1 s late, and with a warning at once. Each write costs a request
-    0.0 ms, of which a part in the threads of Ray's that rotate the file."""
-
-    def __init__(self) -> None:
-        super().__init__(capacity=1000, flushLevel=logging.WARNING)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self.buffer:
-            timer = threading.Timer(_LOG_S, self.flush)
-            timer.daemon = True
-            timer.start()
-        super().emit(record)
-
-    def flush(self) -> None:
-        self.acquire()
-        lines = [f"{self.format(record)}\n" for record in self.buffer]
-        self.buffer.clear()
-        self.release()
-        with suppress(OSError):  # a full disk costs no answer
-            sys.stderr.write("".join(lines))
-            sys.stderr.flush()
-
-
 def log_to_stderr() -> logging.Handler:
     """Lets a replica write its log, with the access lines, to where Ray collects what it prints."""
-    handler = _LogWriter()
+    handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)

@@ -372,7 +372,6 @@ def test_a_replica_writes_its_access_lines(client, capsys):
         client.get("/health")
     finally:
         log.removeHandler(handler)
-        handler.close()
         log.setLevel(level)
     assert "GET /health 200" in capsys.readouterr().err
 
