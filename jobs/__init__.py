@@ -17,8 +17,6 @@ _LOCAL_RAY = {
     "RAY_AUTH_MODE": "token",
     # The files of what its processes print are rotated at this size; else they grow until the disk is full.
     "RAY_ROTATION_MAX_BYTES": str(256 << 20),
-    # A replica of a service has one event loop, as on a cluster (ray.env).
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # Nobody announces that he takes this machine away; watching for it costs a process per training.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }

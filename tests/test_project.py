@@ -334,16 +334,15 @@ def test_nodes_start_ray_with_tokens_and_haproxy(config, node, tmp_path):
 
 def test_serve_reads_its_variables_as_they_are_meant(tmp_path):
     """A proxy of a node asks the replicas of all nodes; else a full replica of its own node refuses what an
-    idle one could answer. A replica has one event loop."""
+    idle one could answer."""
     script = (
         "from ray.serve._private import constants as c\n"
-        "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING,\n"
-        "      c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD)"
+        "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING)"
     )
     environment = environment_of_ray(CLUSTER, "worker", tmp_path)
     printed = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path,
                              capture_output=True, text=True, check=True).stdout  # fmt: skip
-    assert printed == "True False False\n"
+    assert printed == "True False\n"
 
 
 def test_the_files_of_what_processes_print_do_not_grow_for_ever(tmp_path):
