@@ -29,6 +29,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
@@ -145,6 +146,8 @@ _deployment = functools.partial(
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
+    # polyrank.serve.access says the same, with the sender. Its line takes 0.03 ms of a refusal's 0.5 ms.
+    logging_config=LoggingConfig(enable_access_log=False),
     health_check_period_s=2.0,  # a dead replica is replaced after so long; Serve's default is 10 s
 )
 

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -35,15 +34,16 @@ class ErrorResponse(BaseModel):
     error: Problem
 
 
-def response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
     """The HTTP answer."""
     headers = dict(headers or {})
     if refusal.retry_after_s:
         headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
     if refusal.code == "unauthorized":
         headers["www-authenticate"] = "Bearer"
-    problem = {"code": refusal.code, "message": refusal.message, "field": refusal.field}
-    return JSONResponse({"error": problem}, CODES[refusal.code].status, headers)
+    problem = Problem(code=refusal.code, message=refusal.message, field=refusal.field)
+    body = ErrorResponse(error=problem).model_dump_json()
+    return Response(body, CODES[refusal.code].status, headers, "application/json")
 
 
 def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
@@ -61,19 +61,19 @@ def install(app: FastAPI) -> None:
     """Makes the application answer in this format; `Guard` answers for exceptions that are not expected."""
 
     @app.exception_handler(Refusal)
-    async def refuse(request: Request, error: Refusal) -> JSONResponse:
+    async def refuse(request: Request, error: Refusal) -> Response:
         return response(error)
 
     @app.exception_handler(BadInput)
-    async def refuse_input(request: Request, error: BadInput) -> JSONResponse:
+    async def refuse_input(request: Request, error: BadInput) -> Response:
         return response(Refusal("invalid_request", str(error)))
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         return response(_refusal_of_body(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> JSONResponse:
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
         codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "internal")
         path = request.url.path

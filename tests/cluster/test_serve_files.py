@@ -159,7 +159,18 @@ def test_the_file_for_one_machine_starts(serve_run, model, tiny_pool):
         ".demo/rankers/poly": os.path.relpath(model.uri, ROOT),
         ".demo/pools/replies": os.path.relpath(tiny_pool(model), ROOT),
     }
-    require_ranking(rank(serve_run("config.yaml", values).port), model)
+    run = serve_run("config.yaml", values)
+    require_ranking(rank(run.port), model)
+    require_one_access_log(run)
+
+
+def require_one_access_log(run: ServeRun) -> None:
+    """A request has one line: polyrank's, which has the sender, and none of Serve's."""
+    log = run.file.with_suffix(".log")  # the terminal, which shows what replicas print
+    rank(run.port)  # its line comes after Serve's own of the request before, if Serve writes one
+    until(lambda: log.read_text().count(" POST /rank 200 ") == 2)
+    lines = [line for line in log.read_text().splitlines() if " POST /rank 200 " in line]
+    assert all("polyrank.serve.access: " in line for line in lines)
 
 
 def haproxy_in(folder: str) -> dict[str, str]:

@@ -285,6 +285,7 @@ def test_a_request_counts_as_is_measured_while_it_waits(batcher):
     with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
         assert batcher._waiting_s(False) == 0.0
         batcher._means["request"].value = 29.0
+        batcher._sum_anew()  # as after a request
         assert batcher._waiting_s(False) == pytest.approx(58.0)
         with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
             pass
