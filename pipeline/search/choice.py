@@ -4,8 +4,9 @@
     vectors    bounds from the rows of the vectors
     sketch     bounds from the rows of the sketch
 
-The seconds of a search are those before its first row, those of each row, and those that memory needs to give
-the rows where they exceed the caches.
+The seconds of a search are those before its first row, those of each row, those that memory needs to give the
+rows where they exceed the caches, and those of the rows that bounds leave open. How many these are depends on
+the texts and the model: the first searches of a pool tell (`learn`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,11 +38,13 @@ _FEW_ROWS = 2048
 # Rows whose first products take some milliseconds.
 _LEAST_ROWS, _MOST_ROWS, _PRODUCTS = 2048, 8192, 1 << 18
 _ROUNDS = 2
-# What follows bounds, for each context: seconds in any case, rows that are scored first, the share of the
-# rows that bounds leave open where a context has several vectors, and how much longer a row takes that is
-# picked out. Measured with a poly-64 on 5,000 to 100,000 rows.
+# What follows bounds, for each context: seconds in any case, rows that are scored first, and how much longer
+# a row takes that is picked out. Measured with a poly-64 on 5,000 to 100,000 rows.
 _AFTER_S, _FIRST_ROWS, _PICKED = 0.5e-3, 512, 3
+# The share of the rows that bounds leave open where a context has several vectors: of a poly-64 on 5,000 to
+# 100,000 rows. Another one left 0.002 of a million open, and `vectors` took 2.3 times as long as `sketch`.
 _OPEN_SHARES: dict[Form, float] = {"vectors": 0.03, "sketch": 0.06}
+_LEARNT_SEARCHES = 8
 # Of all scores the best are selected, in one thread.
 _SELECTED_S = 6e-9
 _CACHE_BYTES, _READ_BYTES = 1 << 22, 1 << 27
@@ -52,7 +56,10 @@ class _Seconds(NamedTuple):
     bytes_a_row: int
 
 
-_measured: dict[tuple[object, ...], dict[Form, _Seconds]] = {}
+_Key = tuple[object, ...]
+_measured: dict[_Key, dict[Form, _Seconds]] = {}
+_open_shares: dict[_Key, dict[Form, list[float]]] = {}
+"""Of the first searches of a pool."""
 
 
 def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) -> Form:
@@ -60,6 +67,7 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
     if len(pool) <= _FEW_ROWS and "scores" in forms:
         return "scores"
     seconds = _measure(pool, contexts)
+    learnt = _open_shares.get((pool.artifact.uri, len(pool), *_key(pool, contexts)), {})
     cores = torch.get_num_threads()
 
     def estimate(form: Form) -> float:
@@ -71,6 +79,8 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
             total += _SELECTED_S * len(contexts) * len(pool)
         else:
             share = _OPEN_SHARES[form] if len(contexts[0]) > 1 else 0.0
+            if form in learnt:
+                share = fmean(learnt[form])
             open_rows = min(_FIRST_ROWS + share * len(pool), len(pool))
             total += len(contexts) * _AFTER_S
             total += _PICKED * open_rows * seconds["scores"].a_row / cores
@@ -79,28 +89,53 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
     return min(forms, key=estimate)
 
 
-def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
-    count = len(contexts)
-    vectors = sum(map(len, contexts))
-    rows = min(max(_PRODUCTS // vectors, _LEAST_ROWS), _MOST_ROWS)
+def learn(pool: Pool, contexts: Sequence[Floats], lowest_Q: Sequence[float]) -> None:
+    """Notes the share of some rows whose bounds reach `lowest_Q`, the lowest of the best scores that a search
+    of the whole pool has found."""
+    learnt = _open_shares.setdefault((pool.artifact.uri, len(pool), *_key(pool, contexts)), {})
+    if len(pool) <= _FEW_ROWS or any(len(of) >= _LEARNT_SEARCHES for of in learnt.values()):
+        return
+    lowest_Q1 = torch.tensor(lowest_Q)[:, None]
+    for (form, columns_of), layer in zip(
+        _columns(pool, contexts).items(), _samples(pool, contexts)[1:], strict=True
+    ):
+        is_open_QN = ~(upper_bounds(layer, columns_of()) < lowest_Q1)
+        learnt.setdefault(form, []).append(float(is_open_QN.float().mean()))
+
+
+def _columns(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, Callable[[], Columns]]:
+    return {
+        "vectors": lambda: vector_columns(contexts, pool.dtype, pool.longest),
+        "sketch": lambda: sketch_columns(contexts, pool.rotation, pool.longest),
+    }
+
+
+def _samples(pool: Pool, contexts: Sequence[Floats]) -> list[Layer]:
+    """Some rows as `scores` multiplies them, of the vectors, and of the sketch."""
     shard = max(pool.shards, key=len)
-    rows = min(rows, len(shard))
-    multiplied = pool.multiplied_layers[0].take(slice(rows))
-    key = (pool.dimensions, pool.rotation.shape[1], pool.dtype, multiplied.matrix.dtype.str, count,
-           vectors.bit_length(), rows.bit_length(), torch.get_num_threads())  # fmt: skip
+    rows = min(max(_PRODUCTS // sum(map(len, contexts)), _LEAST_ROWS), _MOST_ROWS, len(shard))
+    layers = (pool.multiplied_layers[0], shard.vectors, shard.sketch)
+    return [layer.take(slice(rows)) for layer in layers]
+
+
+def _key(pool: Pool, contexts: Sequence[Floats]) -> _Key:
+    vectors, rows = sum(map(len, contexts)), min(_MOST_ROWS, max(map(len, pool.shards)))
+    dtype = pool.multiplied_layers[0].matrix.dtype.str
+    return (pool.dimensions, pool.rotation.shape[1], pool.dtype, dtype, len(contexts), vectors.bit_length(),
+            rows.bit_length(), torch.get_num_threads())  # fmt: skip
+
+
+def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
+    key = _key(pool, contexts)
     if key not in _measured:
-        layers = [getattr(shard, name).take(slice(rows)) for name in ("vectors", "sketch")]
-        make_columns: dict[Form, Callable[[], Columns]] = {
-            "vectors": lambda: vector_columns(contexts, pool.dtype, pool.longest),
-            "sketch": lambda: sketch_columns(contexts, pool.rotation, pool.longest),
-        }
-        scored = scorer(contexts, 1.0, pool.longest)
+        multiplied, *layers = _samples(pool, contexts)
+        rows, scored = len(multiplied.matrix), scorer(contexts, 1.0, pool.longest)
         measured: dict[Form, _Seconds] = {
             "scores": _Seconds(
                 0.0, _alone(lambda: scored.scores(multiplied)) / rows, _bytes(multiplied)
             )
         }
-        for (form, columns_of), layer in zip(make_columns.items(), layers, strict=True):
+        for (form, columns_of), layer in zip(_columns(pool, contexts).items(), layers, strict=True):
             columns = columns_of()
             bound = functools.partial(upper_bounds, layer, columns)
             measured[form] = _Seconds(_best(columns_of), _alone(bound) / rows, _bytes(layer))

@@ -37,7 +37,7 @@ from pipeline.search.bounds import (
     upper_bounds,
     vector_columns,
 )
-from pipeline.search.choice import Form, fastest_form
+from pipeline.search.choice import Form, fastest_form, learn
 from pipeline.search.scores import Scorer, exact_scores, scorer
 from pipeline.search.threads import in_parallel
 
@@ -221,9 +221,14 @@ class _TopK:
         self._pool, self._top_k, self._among = pool, top_k, among
         self._places: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
-        self._reach = np.float32(-np.inf)
+        self.reach = np.float32(-np.inf)
         """No row with a lower score, or bound, belongs to the top k."""
         self._taken: Ints = np.empty(0, np.int64)
+
+    @property
+    def is_of_whole_pool(self) -> bool:
+        """Whether all rows count, and there are as many as are asked for."""
+        return self._among is None and bool(self.reach > -np.inf)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -256,16 +261,16 @@ class _TopK:
             bounds_N[~self._among[start : start + len(bounds_N)]] = -np.inf
         taken_offsets = self._taken - start
         bounds_N[taken_offsets[(taken_offsets >= 0) & (taken_offsets < len(bounds_N))]] = -np.inf
-        if not self._reach > -np.inf:
+        if not self.reach > -np.inf:
             seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self._top_k))
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
             self._score(seeds + start)
             bounds_N[seeds] = -np.inf
-        offsets = _open_rows(self._reach, bounds_N)
+        offsets = _open_rows(self.reach, bounds_N)
         # The most promising rows first: they show that others are not needed.
         order = np.argsort(-bounds_N[offsets], kind="stable")
         for part in _split(offsets[order], _OPEN_ROWS):
-            part = part[~(bounds_N[part] < self._reach)]
+            part = part[~(bounds_N[part] < self.reach)]
             self._score(np.sort(part) + start)
 
     def best(self) -> tuple[Ints, Floats]:
@@ -301,7 +306,7 @@ class _TopK:
             # What rounds to the same float32 as the last one is tied with it.
             (error,) = self.scorer.errors
             error += abs(kth_score) * 2.0**-22 if np.isfinite(kth_score) else 0.0
-            self._reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
+            self.reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
             is_near = ~(scores < kth_score - 2 * error)
             places, scores = places[is_near], scores[is_near]
         self._places, self._scores = places, scores
@@ -322,6 +327,8 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
             in_parallel(work, blocks)
             for top, bounds_N in zip(tops, bounds_QN, strict=True):
                 top.take_section(section_start, bounds_N)
+    if len(forms) > 1 and all(top.is_of_whole_pool for top in tops):
+        learn(pool, contexts, [float(top.reach) for top in tops])
     for top in tops:
         top.certified = True
 
