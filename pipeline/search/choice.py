@@ -42,7 +42,8 @@ _ROUNDS = 2
 # a row takes that is picked out. Measured with a poly-64 on 5,000 to 100,000 rows.
 _AFTER_S, _FIRST_ROWS, _PICKED = 0.5e-3, 512, 3
 # The share of the rows that bounds leave open where a context has several vectors: of a poly-64 on 5,000 to
-# 100,000 rows. Another one left 0.002 of a million open, and `vectors` took 2.3 times as long as `sketch`.
+# 100,000 rows. Of a million it was 0.008 and 0.017, so that `vectors` was taken, at 2.3 times the time of
+# `sketch`.
 _OPEN_SHARES: dict[Form, float] = {"vectors": 0.03, "sketch": 0.06}
 _LEARNT_SEARCHES = 8
 # Of all scores the best are selected, in one thread.
@@ -59,7 +60,7 @@ class _Seconds(NamedTuple):
 _Key = tuple[object, ...]
 _measured: dict[_Key, dict[Form, _Seconds]] = {}
 _open_shares: dict[_Key, dict[Form, list[float]]] = {}
-"""Of the first searches of a pool."""
+"""Of the first searches of each pool, by form."""
 
 
 def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) -> Form:
@@ -92,8 +93,10 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
 def learn(pool: Pool, contexts: Sequence[Floats], lowest_Q: Sequence[float]) -> None:
     """Notes the share of some rows whose bounds reach `lowest_Q`, the lowest of the best scores that a search
     of the whole pool has found."""
+    if len(pool) <= _FEW_ROWS:
+        return
     learnt = _open_shares.setdefault((pool.artifact.uri, len(pool), *_key(pool, contexts)), {})
-    if len(pool) <= _FEW_ROWS or any(len(of) >= _LEARNT_SEARCHES for of in learnt.values()):
+    if any(len(shares) >= _LEARNT_SEARCHES for shares in learnt.values()):
         return
     lowest_Q1 = torch.tensor(lowest_Q)[:, None]
     for (form, columns_of), layer in zip(
