@@ -32,6 +32,7 @@ from pipeline.search.scores import scorer
 from pipeline.search.threads import in_parallel
 
 Form = Literal["scores", "vectors", "sketch"]
+_WITH_BOUNDS: tuple[Form, ...] = ("vectors", "sketch")
 
 # Too few rows for anything else to pay: to group a context's vectors takes as long as to score these rows.
 _FEW_ROWS = 2048
@@ -99,18 +100,16 @@ def learn(pool: Pool, contexts: Sequence[Floats], lowest_Q: Sequence[float]) -> 
     if any(len(shares) >= _LEARNT_SEARCHES for shares in learnt.values()):
         return
     lowest_Q1 = torch.tensor(lowest_Q)[:, None]
-    for (form, columns_of), layer in zip(
-        _columns(pool, contexts).items(), _samples(pool, contexts)[1:], strict=True
-    ):
-        is_open_QN = ~(upper_bounds(layer, columns_of()) < lowest_Q1)
+    for form, layer in zip(_WITH_BOUNDS, _samples(pool, contexts)[1:], strict=True):
+        is_open_QN = ~(upper_bounds(layer, columns_of(pool, contexts, form)) < lowest_Q1)
         learnt.setdefault(form, []).append(float(is_open_QN.float().mean()))
 
 
-def _columns(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, Callable[[], Columns]]:
-    return {
-        "vectors": lambda: vector_columns(contexts, pool.dtype, pool.longest),
-        "sketch": lambda: sketch_columns(contexts, pool.rotation, pool.longest),
-    }
+def columns_of(pool: Pool, contexts: Sequence[Floats], form: Form) -> Columns:
+    """What the rows are multiplied with for the bounds of a form."""
+    if form == "sketch":
+        return sketch_columns(contexts, pool.rotation, pool.longest)
+    return vector_columns(contexts, pool.dtype, pool.longest)
 
 
 def _samples(pool: Pool, contexts: Sequence[Floats]) -> list[Layer]:
@@ -138,10 +137,10 @@ def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
                 0.0, _alone(lambda: scored.scores(multiplied)) / rows, _bytes(multiplied)
             )
         }
-        for (form, columns_of), layer in zip(_columns(pool, contexts).items(), layers, strict=True):
-            columns = columns_of()
-            bound = functools.partial(upper_bounds, layer, columns)
-            measured[form] = _Seconds(_best(columns_of), _alone(bound) / rows, _bytes(layer))
+        for form, layer in zip(_WITH_BOUNDS, layers, strict=True):
+            columns = functools.partial(columns_of, pool, contexts, form)
+            bound = functools.partial(upper_bounds, layer, columns())
+            measured[form] = _Seconds(_best(columns), _alone(bound) / rows, _bytes(layer))
         _measured[key] = measured
     return _measured[key]
 

@@ -33,11 +33,9 @@ from pipeline.pools.vector_format import Layer
 from pipeline.search import approximate, device
 from pipeline.search.bounds import (
     Columns,
-    sketch_columns,
     upper_bounds,
-    vector_columns,
 )
-from pipeline.search.choice import Form, fastest_form, learn
+from pipeline.search.choice import Form, columns_of, fastest_form, learn
 from pipeline.search.scores import Scorer, exact_scores, scorer
 from pipeline.search.threads import in_parallel
 
@@ -320,7 +318,7 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
     if form == "scores":
         _score_pool(pool, tops)
     else:
-        columns = _columns(pool, contexts, form)
+        columns = columns_of(pool, contexts, form)
         for section_start, rows, blocks in _sections(pool, form):
             bounds_QN = np.empty((len(tops), rows), np.float32)
             work = functools.partial(_fill_bounds, columns=columns, bounds_QN=bounds_QN)
@@ -351,12 +349,6 @@ def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
 def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
     start, layer = block
     bounds_QN[:, start : start + len(layer.matrix)] = upper_bounds(layer, columns).numpy()
-
-
-def _columns(pool: Pool, contexts: Sequence[Floats], name: str) -> Columns:
-    if name == "sketch":
-        return sketch_columns(contexts, pool.rotation, pool.longest)
-    return vector_columns(contexts, pool.dtype, pool.longest)
 
 
 def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int, Layer]]]]:
