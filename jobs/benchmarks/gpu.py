@@ -97,6 +97,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     says why, and the other parts count nevertheless."""
     for name in config.only:
         require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
+        has_inputs = bool(config.encoder and config.corpus)
+        require(has_inputs or name not in ("finetune", "embed"), "only", name,
+                "search, pretrain without --encoder and --corpus")  # fmt: skip
     if config.device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []

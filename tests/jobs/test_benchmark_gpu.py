@@ -12,6 +12,7 @@ import torch
 
 from jobs import benchmark
 from jobs.benchmarks import gpu
+from pipeline.config import BadInput
 from pipeline.models.flops import Peak
 from pipeline.search import top_rows
 from pipeline.search.exact import TopRows
@@ -28,6 +29,14 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     assert done["rows"] == {}
     assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
     assert json.loads(file.read_text()) == []
+
+
+@pytest.mark.parametrize("part", ["finetune", "embed"])
+def test_parts_by_jobs_are_not_left_out_in_silence(part):
+    with pytest.raises(
+        BadInput, match=f"only: '{part}' is not allowed; allowed: search, pretrain w"
+    ):
+        gpu.measure(replace(ON_CPU, only=(part,)), Path())
 
 
 def test_what_a_gpu_runs_runs_on_a_cpu():
