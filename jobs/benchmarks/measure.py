@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from pipeline.config import BadInput
+from pipeline.processor import processor
 from pipeline.provenance import git_revision
 
 Key = TypeVar("Key")
@@ -66,6 +67,7 @@ def source(size: str) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": git_revision() or "unknown",
         "machine": f"{machine['cores']} cores, {machine['cpu']}",
+        "processor": processor().kind,
         "load": f"{os.getloadavg()[0]:.1f}",
     }
 

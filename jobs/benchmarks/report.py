@@ -60,9 +60,13 @@ FIRST_ROWS = {
 }
 """The page's first table: (what is measured, beside whom)."""
 MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
-_TEXTS = {"row", "target", "note", "run", "what"}
+_TEXTS = {"row", "target", "note", "run", "what", "by kind of processor"}
 _FIELDS = {"row", "ours", "unit"}
 _SOURCE = {"kind", "command", "date", "commit", "machine"}
+_PROCESSORS = {"avx2": "AVX2 alone", "avx512_bf16": "AVX512_BF16", "amx": "AMX"}
+"""The columns of rows that were measured on several kinds of processors."""
+_REFERENCE = "avx512_bf16"
+"""The kind that the targets are for. A row that names none was measured on this one, or on a GPU."""
 
 ResultRow = dict[str, Any]
 """A `BenchmarkRow` as its file has it, with its `source`."""
@@ -78,18 +82,27 @@ class Target:
     what: str
     limit: str = "the limit was not looked for."
     """The reason why the bound is missed, as far as known."""
+    avx2: str = ""
+    """The bound on a processor with AVX2 and nothing later, where it is another one."""
 
     @property
     def field(self) -> str:
         return self.bound.split()[0]
 
     def __str__(self) -> str:
-        _, sign, value = self.bound.split()
+        return self.text("")
+
+    def text(self, processor: str) -> str:
+        """The bound on a kind of processor, as `≥ 8`."""
+        _, sign, value = self._bound(processor)
         return f"{sign} {float(value):,.6g}"
+
+    def _bound(self, processor: str) -> list[str]:
+        return (self.avx2 if self.avx2 and processor == "avx2" else self.bound).split()
 
     def share(self, row: ResultRow | None) -> float | None:
         """The reached share of the bound; 1 and above: met. None: not measured."""
-        _, sign, bound = self.bound.split()
+        _, sign, bound = self._bound(_processor(row) if row else "")
         value: float | None = row[self.field] if row else None
         if value is None:
             return None
@@ -121,11 +134,13 @@ def read(folder: Path) -> dict[str, list[ResultRow]]:
 
 
 def newest(rows: Iterable[ResultRow]) -> dict[str, ResultRow]:
-    """The row that counts of each name: one with a number, of a full run if there is one, and the newest."""
+    """The row that counts of each name: one with a number, on the processor that targets are for, of a full
+    run if there is one, and the newest."""
 
-    def rank(row: ResultRow) -> tuple[bool, bool, str]:
+    def rank(row: ResultRow) -> tuple[bool, bool, bool, str]:
         source = row["source"]
-        return row["ours"] is not None, source.get("size") != "small", source["date"]
+        on_reference = _processor(row) == _REFERENCE
+        return row["ours"] is not None, on_reference, source.get("size") != "small", source["date"]
 
     row_of_name: dict[str, ResultRow] = {}
     for row in rows:
@@ -133,6 +148,11 @@ def newest(rows: Iterable[ResultRow]) -> dict[str, ResultRow]:
         if previous is None or rank(row) >= rank(previous):
             row_of_name[row["row"]] = row
     return row_of_name
+
+
+def _processor(row: ResultRow) -> str:
+    kind: str = row["source"].get("processor", _REFERENCE)
+    return kind
 
 
 def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Path = RESULTS) -> str:
@@ -185,7 +205,8 @@ from the files of `jobs/benchmarks/results`. The two sides of a row ran in turn 
 ratios mean anything on a shared machine. A ratio above 1 means that polyrank is faster. The floor is what the
 machine itself allows. "One run, earlier" marks numbers that were copied by hand from a run's output. A number
 with ± is a mean over seeds. Each row shows its newest run, a full one where there is one; its number is that
-of the command below the table."""
+of the command below the table. Targets are for a processor with products of bf16; where a section measured
+several kinds, a second table has a column for each. No machine with AVX-512 alone or with ARM was at hand."""
 
 
 def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:
@@ -193,7 +214,10 @@ def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:
     if not rows:
         return f"## {title}\n\nNot measured yet."
     shown = list(newest(rows).values())
-    sources = [json.dumps(row["source"], sort_keys=True) for row in shown]
+    by_kind = {kind: newest(row for row in rows if _processor(row) == kind) for kind in _PROCESSORS}
+    compared = [name for name in newest(rows) if sum(name in some for some in by_kind.values()) > 1]
+    others = [some[name] for some in by_kind.values() for name in compared if name in some]
+    sources = [_source(row) for row in [*shown, *others]]
     number_of_run = {run: str(place) for place, run in enumerate(dict.fromkeys(sources), 1)}
     targets = [TARGETS.get(row["row"]) for row in shown]
     table = _table({
@@ -203,15 +227,36 @@ def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:
         "beside it": list(map(_peer, shown)),
         "ratio": [number(row["ratio"]) for row in shown],
         "share of the floor": [number(row["share_of_floor"]) for row in shown],
-        "target": [f"{target} {target.status(row)}" if target else ""
-                   for row, target in zip(shown, targets, strict=True)],
+        "target": [_reached(row) for row in shown],
         "note": list(map(_note, shown, targets)),
-        "run": [number_of_run[source] for source in sources],
+        "run": [number_of_run[_source(row)] for row in shown],
     })  # fmt: skip
+    by_processor = _table({
+        "by kind of processor": [f"`{name}`" for name in compared],
+        **{title: [_on_processor(by_kind[kind].get(name)) for name in compared]
+           for kind, title in _PROCESSORS.items()},
+    }) if compared else ""  # fmt: skip
     commands = "\n".join(
         _run_line(json.loads(run), number) for run, number in number_of_run.items()
     )
-    return "\n\n".join(filter(None, [f"## {title}", table, commands, picture]))
+    return "\n\n".join(filter(None, [f"## {title}", table, by_processor, commands, picture]))
+
+
+def _source(row: ResultRow) -> str:
+    return json.dumps(row["source"], sort_keys=True)
+
+
+def _reached(row: ResultRow) -> str:
+    """The target that holds for the row's processor, and whether it is met."""
+    target = TARGETS.get(row["row"])
+    return f"{target.text(_processor(row))} {target.status(row)}" if target else ""
+
+
+def _on_processor(row: ResultRow | None) -> str:
+    if not row:
+        return ""
+    ratio = f"ratio {number(row['ratio'])}" if row["ratio"] is not None else ""
+    return ", ".join(filter(None, [_ours(row), ratio, _reached(row)]))
 
 
 def _table(columns: Mapping[str, list[str]]) -> str:

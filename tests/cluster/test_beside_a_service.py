@@ -83,10 +83,12 @@ def answers(node, drive):
     return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
+@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_defaults_leave_out_what_a_service_holds(answers):
     assert (answers["actors"], answers["cores of one"], answers["cores of two"]) == (2, 2, 1)
 
 
+@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_a_wait_names_who_holds_what_is_missing_and_ends(answers):
     gpu = "1 CPU, 1 GPU: 2 of 3 CPUs free, 1 held by Serve; 0 of 1 GPUs free, 1 held by Serve"
     assert f"waits for {gpu}\n" in answers["stderr"]
@@ -97,6 +99,7 @@ def test_a_wait_names_who_holds_what_is_missing_and_ends(answers):
     assert answers["after it"] is None
 
 
+@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_more_than_the_nodes_have_is_refused(answers):
     refusal = answers["too many workers"]
     assert "BadInput: --resources: 2 workers need 2 CPUs each; 1 of them fit" in refusal

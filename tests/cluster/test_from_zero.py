@@ -43,6 +43,7 @@ def driven(from_zero, drive, sample_files, reddit_corpus, tmp_path_factory):
     return done
 
 
+@pytest.mark.long  # nodes start first: 65 s on two slow cores
 def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_started(driven):
     assert "nodes: 1" in driven.stdout.splitlines()  # the head
     refusals = [line for line in driven.stdout.splitlines() if line.startswith("--resources")]
@@ -53,6 +54,7 @@ def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_sta
     assert no_third_node.startswith("--resources: 3 workers need 2 CPUs each; 0 of them fit")
 
 
+@pytest.mark.long  # nodes start first: 65 s on two slow cores
 def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, reddit_corpus):
     # Behind it Ray may warn of a task that waits for its node: the driver's own session is still open.
     lines = [line for line in driven.stdout.splitlines() if line.startswith('{"job"')]
@@ -61,6 +63,7 @@ def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, red
     assert "waits for 1 CPU: no node that is up" in driven.stderr.partition("now the job")[2]
 
 
+@pytest.mark.long  # nodes start first: 65 s on two slow cores
 def test_ray_prints_no_line_of_its_own_when_a_job_joins_a_cluster(driven):
     assert "RAY_BACKEND_LOG_LEVEL" not in driven.stderr
 

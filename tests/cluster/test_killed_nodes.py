@@ -54,7 +54,7 @@ def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.long  # 37 s; the corpus below is killed in the same way
+@pytest.mark.long  # 37 s
 def test_a_pool_is_that_of_an_undisturbed_run(
     killed_in_mid_run, run_job_here, tiny_ranker, tmp_path
 ):
@@ -85,6 +85,7 @@ def test_a_pool_is_that_of_an_undisturbed_run(
     assert names_below(Path(ours.uri)) == names_below(Path(theirs.uri))
 
 
+@pytest.mark.long  # 28 s, and 217 on two slow cores
 def test_a_corpus_is_that_of_an_undisturbed_run(
     killed_in_mid_run, run_job_here, sample_files, tmp_path
 ):

@@ -314,6 +314,7 @@ def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
         pass
 
 
+@pytest.mark.long  # 63 s on two slow cores; the test below reads a corpus, too
 def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     s3, bucket, cache, run_job_here, submit_job, sample_files, tmp_path
 ):

@@ -85,6 +85,7 @@ def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(
     assert taken == "--name first: first is SUCCEEDED; choose another name"
 
 
+@pytest.mark.long  # 35 s on two slow cores
 def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
     gone = ("inspect", "--corpus", str(tmp_path / "gone"))
     failed = send("--wait", "--name", "broken", "--", *gone)
@@ -369,6 +370,7 @@ def deploy(run_job_here, address: str, folder: Path, **application: object) -> F
     return run_job_here("deploy", file, "--address", address)
 
 
+@pytest.mark.long  # 61 s on two slow cores
 def test_a_deployment_ends_when_the_service_runs_or_has_failed(job_server, run_job_here, tmp_path):
     """Its code is this checkout's, from an archive in a folder that every node reads."""
     folder = f"file://{tmp_path}/code/"

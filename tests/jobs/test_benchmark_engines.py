@@ -35,6 +35,7 @@ def test_a_peer_is_asked_for_one_pass_at_a_time_and_ends(tmp_path):
         pass
 
 
+@pytest.mark.long  # 37 s on two slow cores
 def test_a_peer_encodes_texts_and_scores_pairs(tiny_ranker, tmp_path, monkeypatch, capsys):
     pytest.importorskip("sentence_transformers")
     from jobs import convert_model

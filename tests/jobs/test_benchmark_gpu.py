@@ -39,6 +39,7 @@ def test_parts_by_jobs_are_not_left_out_in_silence(part):
         gpu.measure(replace(ON_CPU, only=(part,)), Path())
 
 
+@pytest.mark.long  # 48 s on two slow cores
 def test_what_a_gpu_runs_runs_on_a_cpu():
     rows = {row.row: row for row in gpu.measure(ON_CPU, Path())}
     assert list(rows) == [

@@ -48,6 +48,7 @@ def run(run_job_here, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long  # 31 s on two slow cores
 def test_all_rows_are_there_and_answers_are_those_of_float64(run, tmp_path):
     summary = run().summary
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}

@@ -53,13 +53,18 @@ def doubled_corpus(
     return open_artifact(output, "corpus")
 
 
-def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(
-    run_job, run_job_here, doubled_corpus, tmp_path
-):
+@pytest.mark.long  # 40 s on two slow cores
+def test_the_cluster_makes_what_one_process_makes(run_job, run_job_here, doubled_corpus, tmp_path):
     command = ("clean_corpus", "--corpus", doubled_corpus.uri, "--output")
-    summary = run_job(*command, tmp_path / "out").summary
-    here = run_job_here(*command, tmp_path / "here").summary
-    assert here["fingerprint"] == summary["fingerprint"]  # with and without a cluster
+    here, there = run_job_here(*command, tmp_path / "here"), run_job(*command, tmp_path / "there")
+    assert here.summary["fingerprint"] == there.summary["fingerprint"]
+
+
+def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(
+    run_job_here, doubled_corpus, tmp_path
+):
+    command = ("clean_corpus", "--corpus", doubled_corpus.uri, "--output", tmp_path / "out")
+    summary = run_job_here(*command).summary
     cleaned = open_artifact(str(tmp_path / "out"), "corpus")
     before, after = rows_of(doubled_corpus), rows_of(cleaned)
     assert {name: before[name] for name in after} == after

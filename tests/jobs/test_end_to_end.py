@@ -1,7 +1,7 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The training and the service are processes; the training is interrupted, killed, and started again. What is
-started again and the other jobs run in this process, as in a notebook: each process imports torch again.
+The service is a process. The jobs run in this process, as in a notebook: each process imports torch again.
+The long tests train in processes, which are interrupted, killed, and started again.
 """
 
 from __future__ import annotations
@@ -91,39 +91,40 @@ def prepared(cluster, sample_files, tmp_path_factory: pytest.TempPathFactory) ->
         "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
         "--finetune.max-steps", STEPS, "--finetune.batch-examples", 16,
         "--finetune.valid-examples", 20, "--loop.precision", "fp32", "--loop.log-every-steps", 1,
-        "--loop.checkpoint-every-steps", 5, "--resources.workers", WORKERS,
+        "--loop.checkpoint-every-steps", 5, "--resources.workers", 1,
         "--resources.cpus-per-worker", 1,
     )  # fmt: skip
     said = {command[0]: summary_here(*command) for command in commands}
-    return SimpleNamespace(work=work, said=said, training=training, ranker=ranker, killed_at=0.0)
+    return SimpleNamespace(work=work, said=said, training=training, ranker=ranker)
 
 
 @pytest.fixture(scope="module")
-def killed(prepared) -> SimpleNamespace:
-    """A training that was killed."""
-    kill_in_mid_training(prepared.ranker, prepared.training)
-    prepared.killed_at = time.time()
-    return prepared
-
-
-@pytest.fixture(scope="module")
-def made(killed) -> SimpleNamespace:
+def made(prepared) -> SimpleNamespace:
     """The rest: the ranker, a pool and a table."""
-    work, corpus, ranker = killed.work, killed.work / "corpus", killed.ranker
-    # What has been killed is no other job with other names of its files.
-    again = [os.path.relpath(word) if isinstance(word, Path) else word for word in killed.training]
-    killed.said["finetune"] = summary_of("finetune", *again)
-    killed.said["embed_pool"] = summary_here(
+    work, corpus, ranker = prepared.work, prepared.work / "corpus", prepared.ranker
+    said = prepared.said
+    said["finetune"] = summary_here("finetune", *prepared.training)
+    said["embed_pool"] = summary_here(
         "embed_pool", "--model", ranker, "--candidates", corpus / "train",
         "--embed.text-column", "response", "--embed.id-column", "example_id",
         "--pools", work / "pools", "--name", "replies", "--embed.precision", "fp32",
         "--embed.dtype", "float32", "--resources.actors", 1,
     )  # fmt: skip
-    killed.said["evaluate"] = summary_here(
+    said["evaluate"] = summary_here(
         "evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
         "--json", work / "table.json",
     )  # fmt: skip
-    return killed
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def killed(prepared) -> SimpleNamespace:
+    """A training by two workers that was killed, in a folder of its own."""
+    ranker = prepared.work / "killed" / "ranker"
+    ranker.parent.mkdir()
+    training = (*prepared.training, "--output", ranker, "--resources.workers", WORKERS)
+    kill_in_mid_training(ranker, training)
+    return SimpleNamespace(training=training, ranker=ranker, at=time.time())
 
 
 def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
@@ -250,9 +251,11 @@ def test_ctrl_c_ends_a_training_which_says_how_to_go_on(prepared, tmp_path):
     assert "python -m jobs.finetune: interrupted; the same command resumes" in said
 
 
+@pytest.mark.long
 def test_a_training_that_is_killed_leaves_nothing_that_looks_complete(killed):
     assert not killed.ranker.exists()
-    assert list(killed.work.glob("ranker.partial/_checkpoints/training_*/checkpoint_*/state.json"))
+    folder = killed.ranker.with_name("ranker.partial")
+    assert list(folder.glob("_checkpoints/training_*/checkpoint_*/state.json"))
 
 
 def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
@@ -279,9 +282,13 @@ def train_undisturbed(folder: Path, rank: int) -> None:
         task.save(folder / "ranker")
 
 
-def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(made, tmp_path):
+@pytest.mark.long
+def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(killed, tmp_path):
     """Bit for bit; by two workers, of which one was killed, and then the driver."""
-    config = parse(finetune.Config, list(map(str, made.training)), "test")
+    # What has been killed is no other job with other names of its files.
+    again = [os.path.relpath(word) if isinstance(word, Path) else word for word in killed.training]
+    summary_of("finetune", *again)
+    config = parse(finetune.Config, list(map(str, killed.training)), "test")
     corpus, source = open_artifact(config.corpus, "corpus"), open_encoder(config.encoder)[0]
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     (tmp_path / "recipe").write_bytes(pickle.dumps(recipe))
@@ -289,16 +296,16 @@ def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(made, tm
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("ranker/**/*.safetensors"))
     assert len(files) == 3  # two towers and the codes
     for file in files:
-        found, expected = load_file(made.work / file), load_file(tmp_path / file)
+        found, expected = load_file(killed.ranker.parent / file), load_file(tmp_path / file)
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found.items()), file
-    run_id = open_artifact(str(made.work / "ranker"), "ranker").manifest["run_id"]
+    run_id = open_artifact(str(killed.ranker), "ranker").manifest["run_id"]
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
-    assert run.info.start_time / 1e3 < made.killed_at and run.info.status == "FINISHED"
+    assert run.info.start_time / 1e3 < killed.at and run.info.status == "FINISHED"
     # The run is that of the killed one, of whose curve the last second is lost: here often all.
     history = client.get_metric_history(run_id, "loss")
-    steps = [point.step for point in history if point.timestamp / 1e3 > made.killed_at]
+    steps = [point.step for point in history if point.timestamp / 1e3 > killed.at]
     assert steps[0] > 5
     assert steps == list(range(steps[0], STEPS + 1))
 

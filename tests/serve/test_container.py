@@ -198,6 +198,7 @@ def test_the_service_answers_outside_and_ends_on_sigterm_as_process_1(
         assert summary == {"job": "serve", "served": f"http://127.0.0.1:{port}"}
 
 
+@pytest.mark.long  # 27 s on two slow cores; tests/cluster/test_mlflow_server.py starts it, too
 @pytest.mark.timeout(300)
 def test_mlflow_starts_as_written_and_ends_on_sigterm(image, tmp_path):
     (tmp_path / "mlflow").mkdir()

@@ -38,6 +38,8 @@ from tests.helpers import free_port, ray_processes
 
 from .conftest import REPLIES, ask
 
+pytestmark = pytest.mark.long  # the service takes a minute to start on two slow cores
+
 CONTEXT = ["hello there", "what do you do ?"]
 TEXTS = ["i paint", "rain again today", "no"]
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
@@ -62,16 +64,13 @@ def pools(model, tiny_pool, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(local_ray, model, pools) -> Iterator[int]:
-    """Two replicas that hold the pool `replies`, and two shards of the pool `parts`."""
+    """Two replicas that hold the pool `replies`."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(
             model=model.uri,
             pools=[str(pools / "replies")],
-            sharded_pools=[str(pools / "parts")],
-            shard_cpus=0,
-            on_missing_shard="answer",
             precision="fp32",
             poll_s=0.5,
         )
@@ -89,8 +88,7 @@ def serve_replicas(count: int) -> None:
 
 
 def replica_pids() -> list[int]:
-    """Without those of the shards."""
-    return sorted({*pids("ServeReplica:default:ranker")} - {*pids("-shard-")})
+    return sorted(pids("ServeReplica:default:ranker"))
 
 
 def pids(actor: str) -> list[int]:
@@ -184,7 +182,7 @@ def test_a_replica_says_what_it_serves(port, model):
     assert ask(port, "GET", "/health") == ask(port, "GET", "/ready") == (200, {"status": "ok"})
     status, info = ask(port, "GET", "/info")
     assert (status, info["model"]["fingerprint"]) == (200, model.fingerprint)
-    assert {pool["name"] for pool in info["pools"]} == {"replies", "parts"}
+    assert [pool["name"] for pool in info["pools"]] == ["replies"]
 
 
 @pytest.mark.parametrize(
@@ -218,22 +216,37 @@ def test_a_killed_replica_is_not_noticed(port):
     assert load.statuses[200] > 40
 
 
-def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(port, pools):
-    with steady_load(port, pool="parts") as load:
-        until(lambda: load.answers > 20)
-        assert not any(load.missing_shards)
-        (shard,) = pids("ranker-shard-0")
-        os.kill(shard, signal.SIGKILL)
-        until(lambda: [0] in load.missing_shards)
-        until(lambda: not any(load.missing_shards[-20:]))
-        publish(pools, "parts", "v-2")
-        until(lambda: load.versions[-20:] == ["v-2"] * 20)
+def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(
+    port, model, pools
+):
+    args = app.Args(
+        model=model.uri,
+        sharded_pools=[str(pools / "parts")],
+        shard_cpus=0,
+        on_missing_shard="answer",
+        name="parts",
+        poll_s=0.5,
+    )
+    options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    application = app.application(args, **options)
+    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
+    try:
+        with steady_load(port, "/parts", "parts") as load:
+            until(lambda: load.answers > 20)
+            assert not any(load.missing_shards)
+            (shard,) = pids("parts-shard-0")
+            os.kill(shard, signal.SIGKILL)
+            until(lambda: [0] in load.missing_shards)
+            until(lambda: not any(load.missing_shards[-20:]))
+            publish(pools, "parts", "v-2")
+            until(lambda: load.versions[-20:] == ["v-2"] * 20)
+    finally:
+        serve.delete("parts")
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == sum(map(bool, load.missing_shards))
     assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
-@pytest.mark.long
 def test_a_killed_shard_with_a_second_replica_is_not_noticed(port, model, pools):
     """So even if answers without the rows of a shard are refused."""
     args = app.Args(
@@ -286,10 +299,6 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert switches < 40  # both replicas went over within a moment, and never back
 
 
-# The long form: make test-long
-
-
-@pytest.mark.long
 def test_a_killed_proxy_comes_back_and_retries_bridge_it(port):
     """A node's only proxy: nobody listens until it is back. The client asks again until then."""
     with Client(f"http://127.0.0.1:{port}", timeout_s=55.0, retries=1_000) as client:
@@ -301,7 +310,6 @@ def test_a_killed_proxy_comes_back_and_retries_bridge_it(port):
     assert pids("ProxyActor") != [proxy]
 
 
-@pytest.mark.long
 def test_slow_senders_take_nobody_elses_place(port):
     """20 clients that send a byte now and then: the others are answered, they are told 408."""
     head = (
@@ -353,7 +361,6 @@ class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
         return engine
 
 
-@pytest.mark.long
 def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):
     args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="sick", poll_s=0.5)
     options = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
@@ -370,7 +377,6 @@ def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):
         serve.delete("sick")
 
 
-@pytest.mark.long
 def test_a_service_without_replicas_starts_one_for_a_request(port, model, pools):
     args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="asleep")
     scaling = {"min_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 6}
@@ -390,7 +396,6 @@ def test_a_service_without_replicas_starts_one_for_a_request(port, model, pools)
         serve.delete("asleep")
 
 
-@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_path):
     """Each from a real jobs.embed_pool and a new alias in MLflow's registry, under steady requests."""

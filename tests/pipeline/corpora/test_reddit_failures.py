@@ -117,6 +117,7 @@ def killing_reader(tmp_path) -> Options:
     return Killing(submissions="first-turn", deaths=str(tmp_path / "deaths"))
 
 
+@pytest.mark.long  # 36 s on two slow cores; test_run.py has processes that die
 @pytest.mark.usefixtures("local_ray")
 def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
     out, dumps, killing_parser, tmp_path, capsys

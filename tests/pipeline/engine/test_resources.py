@@ -49,6 +49,7 @@ def test_without_gpus_it_is_the_cpu():
         assert best_device().type == "cpu"
 
 
+@pytest.mark.long  # 22 s on two slow cores
 def test_a_job_that_waits_for_others_says_so_and_gives_up(local_ray, monkeypatch, capsys):
     monkeypatch.setattr(waiting, "_SILENT_S", 1)
     monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 1)

@@ -201,7 +201,7 @@ def test_an_outcome_is_heard_of_while_an_earlier_task_runs(out, tmp_path, monkey
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("on_actors", [False, True])
+@pytest.mark.parametrize("on_actors", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
     out, tmp_path, capsys, on_actors
 ):

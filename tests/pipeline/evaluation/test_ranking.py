@@ -223,6 +223,7 @@ def measurement():
     return Measurement(asked, PROTOCOLS["convai2"], None, queries=2, seed=0)
 
 
+@pytest.mark.long  # 39 s on two slow cores
 def test_shares_on_a_cluster_give_the_same_ranking(
     local_ray, tiny_ranker, measurement, monkeypatch
 ):

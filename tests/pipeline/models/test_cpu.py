@@ -268,7 +268,7 @@ def train_steps(file, keep):
     file.write_text(str(pages() - before))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # 19 s on two slow cores
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_memory_that_is_kept_is_not_mapped_again_at_each_step(tmp_path):
     run_in_processes(page_faults, tmp_path, 1, timeout_s=200)

@@ -106,7 +106,7 @@ def finetuning(tiny, vocabulary, rows, loop, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adadelta", marks=pytest.mark.long)])
 def test_a_multi_context_model_learns_from_raw_examples_and_keeps_it_in_8_bits(
     tiny, vocabulary, tmp_path, optimizer
 ):

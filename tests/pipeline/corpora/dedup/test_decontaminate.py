@@ -130,6 +130,7 @@ def test_what_goes_is_what_one_table_of_all_n_grams_says(
         assert (sample["reason"], sample["same_as"]) == expected[sample["example_id"]]
 
 
+@pytest.mark.long  # 23 s on two slow cores
 def test_tasks_of_a_cluster_drop_what_this_process_drops(
     local_ray, corpus_of, clean, many_buckets, tmp_path, monkeypatch
 ):

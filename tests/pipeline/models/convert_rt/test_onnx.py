@@ -27,7 +27,10 @@ needs_onnx = pytest.mark.skipif(
 
 @needs_onnx
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"quantised": False}, {"activation": "relu"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantised": False}, pytest.param({"activation": "relu"}, marks=pytest.mark.long)],
+)
 def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
     import onnxruntime
 
