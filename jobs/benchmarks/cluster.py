@@ -8,6 +8,7 @@ on this machine.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -31,9 +32,10 @@ from pipeline.engine.draft import Draft
 _NODES = 4
 _PARSERS_A_NODE = 2
 _BLOCKS = {"small": 32, "full": 96}  # a dump file each
-_BLOCK_S = 5.0
+# Long enough that the start of Ray's processes, which all nodes do on this machine's cores, counts little.
+_BLOCK_S = {"small": 5.0, "full": 10.0}
 _SHARDS = {"small": 16, "full": 48}
-_SHARD_S = 5.0
+_SHARD_S = {"small": 5.0, "full": 20.0}
 _ROWS_A_SHARD = 20
 # Bytes of a node's object store. With 256 MiB Ray Data held one of two parsers back.
 _STORE = 1 << 30
@@ -58,8 +60,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
         run_stage("Examples on nodes", "prepare_corpus", "--format", "reddit", "--input", str(dumps),
                   "--output", f"{output}/corpus")  # fmt: skip
 
-    waiting = _BLOCKS[size] * _BLOCK_S / _PARSERS_A_NODE
-    rows.append(_speedup("reddit", prepare, wait_in_parser, _PARSERS_A_NODE, waiting, work))
+    waiting = _BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE
+    hook = functools.partial(wait_in_parser, _BLOCK_S[size])
+    rows.append(_speedup("reddit", prepare, hook, _PARSERS_A_NODE, waiting, work))
     if not config.model:
         return rows
     candidates = work / "candidates.csv"
@@ -71,7 +74,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                   "--embed.id-column", "", "--embed.rows-per-shard", str(_ROWS_A_SHARD),
                   "--resources.cpus-per-actor", "1", "--pools", output, "--name", "candidates")  # fmt: skip
 
-    return [*rows, _speedup("embed", embed, wait_in_model, 1, _SHARDS[size] * _SHARD_S, work)]
+    hook = functools.partial(wait_in_model, _SHARD_S[size])
+    return [*rows, _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -120,26 +124,26 @@ def _nodes(count: int, cores: int, hook: Callable[[], None]) -> Iterator[None]:
         nodes.shutdown()
 
 
-def wait_in_parser() -> None:
+def wait_in_parser(seconds: float) -> None:
     from pipeline.corpora.reddit import partition
 
     parse_block = partition._parse_block
 
     def parse_late(*arguments: Any) -> Any:
-        time.sleep(_BLOCK_S)
+        time.sleep(seconds)
         return parse_block(*arguments)
 
     partition._parse_block = parse_late  # type: ignore[assignment]
 
 
-def wait_in_model() -> None:
+def wait_in_model(seconds: float) -> None:
     from pipeline.pools.embedder import Embedder
 
     embed_shard = Embedder.__call__
 
     def embed_late(self: Embedder, draft: Draft, name: str, slices: Any) -> Any:
         with self._model_is_free:
-            time.sleep(_SHARD_S)
+            time.sleep(seconds)
         return embed_shard(self, draft, name, slices)
 
     Embedder.__call__ = embed_late  # type: ignore[method-assign]
