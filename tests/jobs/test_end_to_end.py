@@ -118,10 +118,9 @@ def made(prepared) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def killed(prepared) -> SimpleNamespace:
+def killed(prepared, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A training by two workers that was killed, in a folder of its own."""
-    ranker = prepared.work / "killed" / "ranker"
-    ranker.parent.mkdir()
+    ranker = tmp_path_factory.mktemp("killed") / "ranker"
     training = (*prepared.training, "--output", ranker, "--resources.workers", WORKERS)
     kill_in_mid_training(ranker, training)
     return SimpleNamespace(training=training, ranker=ranker, at=time.time())
