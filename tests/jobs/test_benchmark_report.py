@@ -142,3 +142,15 @@ def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
     source = measure.source("full")
     assert source["command"] == "python -m jobs.benchmark search --model poly --size full"
     assert "cores" in source["machine"]
+
+
+def test_processors_have_columns_and_bounds_of_their_own(tmp_path):
+    name = "search.exact_1m_m64.vs_plain_torch"
+    for kind, ratio in (("avx512_bf16", 7.0), ("avx2", 5.0)):
+        row = BenchmarkRow(name, 50.0, "ms", peer=50 * ratio, ratio=ratio)
+        written(tmp_path, f"search-{kind}", row, processor=kind, date=f"2026-01-0{ratio:.0f}")
+    page = report.page(report.read(tmp_path))
+    assert "| by kind of processor | AVX2 alone | AVX512_BF16 |" in page
+    cells = ("50 ms, ratio 5, ≥ 4 met", "50 ms, ratio 7, ≥ 8 **missed**")
+    assert f"| `{name}` | {cells[0]} | {cells[1]} |" in page
+    assert statuses(tmp_path)[name] == "**missed**", "targets are for the second kind"
