@@ -88,7 +88,7 @@ lock:
 # The lock's own pip comes first: that of Python 3.11 takes three times as long to find these files in an index.
 # All cores compile; pip would take one, and some files of others' tests do not compile. It has to be done here:
 # where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would compile anew (a demo of 5.2 minutes, not 3.7).
-# What is left out is hardly ever imported: more than half of it.
+# What is left out is hardly ever imported: two fifths of all.
 # The mark is made last, so that an install that was cut off is done again.
 NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|databricks|rllib|fontTools|onnxruntime|_inductor)/
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile

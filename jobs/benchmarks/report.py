@@ -66,7 +66,7 @@ _SOURCE = {"kind", "command", "date", "commit", "machine"}
 _PROCESSORS = {"avx2": "AVX2 alone", "avx512_bf16": "AVX512_BF16", "amx": "AMX"}
 """The columns of rows that were measured on several kinds of processors."""
 _REFERENCE = "avx512_bf16"
-"""The kind that the targets are for. A row that names none was measured on this one, or on a GPU."""
+"""The kind that the targets are for, and that of rows whose source names none."""
 
 ResultRow = dict[str, Any]
 """A `BenchmarkRow` as its file has it, with its `source`."""

@@ -12,6 +12,8 @@ from tests.helpers import free_port, job_command
 
 from .conftest import ROOT, head
 
+pytestmark = pytest.mark.long  # a service starts first: 50 s on two slow cores
+
 # As Serve starts a replica. A real service takes half a minute more.
 SERVICE = """
 import os
@@ -83,12 +85,10 @@ def answers(node, drive):
     return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
-@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_defaults_leave_out_what_a_service_holds(answers):
     assert (answers["actors"], answers["cores of one"], answers["cores of two"]) == (2, 2, 1)
 
 
-@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_a_wait_names_who_holds_what_is_missing_and_ends(answers):
     gpu = "1 CPU, 1 GPU: 2 of 3 CPUs free, 1 held by Serve; 0 of 1 GPUs free, 1 held by Serve"
     assert f"waits for {gpu}\n" in answers["stderr"]
@@ -99,7 +99,6 @@ def test_a_wait_names_who_holds_what_is_missing_and_ends(answers):
     assert answers["after it"] is None
 
 
-@pytest.mark.long  # a service starts first: 50 s on two slow cores
 def test_more_than_the_nodes_have_is_refused(answers):
     refusal = answers["too many workers"]
     assert "BadInput: --resources: 2 workers need 2 CPUs each; 1 of them fit" in refusal
@@ -123,7 +122,6 @@ def candidates(tmp_path):
     return file
 
 
-@pytest.mark.long  # the wait is that of the tests above; test_run.py has jobs that end in one line
 def test_the_nightly_job_ends_in_one_line_where_a_replica_holds_the_only_gpu(
     node, tiny_ranker, candidates, tmp_path
 ):
@@ -138,7 +136,6 @@ def test_the_nightly_job_ends_in_one_line_where_a_replica_holds_the_only_gpu(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
 def test_a_training_and_a_pool_take_the_cores_that_are_left(
     node, tiny_ranker, convai2_corpus, candidates, tmp_path
 ):

@@ -22,7 +22,7 @@ from tests.helpers import wait_until
 
 from .conftest import Nodes, nodes_of_one_core
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]  # the corpus takes 217 s on two slow cores
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,6 @@ def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.long  # 37 s
 def test_a_pool_is_that_of_an_undisturbed_run(
     killed_in_mid_run, run_job_here, tiny_ranker, tmp_path
 ):
@@ -85,7 +84,6 @@ def test_a_pool_is_that_of_an_undisturbed_run(
     assert names_below(Path(ours.uri)) == names_below(Path(theirs.uri))
 
 
-@pytest.mark.long  # 28 s, and 217 on two slow cores
 def test_a_corpus_is_that_of_an_undisturbed_run(
     killed_in_mid_run, run_job_here, sample_files, tmp_path
 ):

@@ -25,7 +25,7 @@ from pipeline.config import BadInput, parse
 from pipeline.engine import executors
 from pipeline.pools.pool import Pool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # 51 s on two slow cores
 
 Command = tuple[str, ...]
 _MOST_STEPS = 60
@@ -134,7 +134,6 @@ def each_step(killed_at, tmp_path: Path) -> Callable[..., Iterator[Path]]:
     return steps
 
 
-@pytest.mark.long  # 51 s on two slow cores
 def test_a_corpus(each_step, killed_at, sample_files, tmp_path):
     def command(folder: Path) -> Command:
         return ("prepare_corpus", "--corpus", "convai2", "--input", str(sample_files / "convai2"),
@@ -161,7 +160,6 @@ def test_a_corpus(each_step, killed_at, sample_files, tmp_path):
     assert published == sorted(published) and len(set(published)) == 2  # from one step on
 
 
-@pytest.mark.long  # 41 s
 def test_a_version_of_a_pool(each_step, killed_at, tiny_ranker, tmp_path):
     texts = tmp_path / "texts.jsonl"
 

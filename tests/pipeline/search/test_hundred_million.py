@@ -24,10 +24,6 @@ ROWS_IN_ALL, ROWS_A_SHARD, WIDTH, TOP_K = 100_000_000, 1 << 14, 8, 10
 BYTES = 20 << 30
 
 
-def vectors_of(shard: int, count: int) -> np.ndarray:
-    return np.random.default_rng(shard).standard_normal((count, WIDTH), np.float32)
-
-
 def test_it_opens_and_finds_the_best(tmp_path):
     if shutil.disk_usage(tmp_path).free < BYTES:
         pytest.skip("needs 20 GB of disk")
@@ -41,10 +37,11 @@ def test_it_opens_and_finds_the_best(tmp_path):
     )
     assert isinstance(out, Draft)
     names, entries = [], []
-    context_MD = np.random.default_rng(0).standard_normal((4, WIDTH), np.float32)
+    # No shard's own numbers.
+    context_MD = np.random.default_rng(ROWS_IN_ALL).standard_normal((4, WIDTH), np.float32)
     best = np.empty(0)
     for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        vectors_ND = vectors_of(number, size)
+        vectors_ND = np.random.default_rng(number).standard_normal((size, WIDTH), np.float32)
         ids = pa.array(np.arange(start, start + size)).cast(pa.string())
         names.append(f"part-{number:05d}")
         entries += build.write_shard(
