@@ -8,7 +8,6 @@ on this machine.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import shutil
@@ -61,7 +60,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                   "--output", f"{output}/corpus")  # fmt: skip
 
     waiting = _BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE
-    hook = functools.partial(wait_in_parser, _BLOCK_S[size])
+    hook = wait_in_parser(_BLOCK_S[size])
     rows.append(_speedup("reddit", prepare, hook, _PARSERS_A_NODE, waiting, work))
     if not config.model:
         return rows
@@ -74,7 +73,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                   "--embed.id-column", "", "--embed.rows-per-shard", str(_ROWS_A_SHARD),
                   "--resources.cpus-per-actor", "1", "--pools", output, "--name", "candidates")  # fmt: skip
 
-    hook = functools.partial(wait_in_model, _SHARD_S[size])
+    hook = wait_in_model(_SHARD_S[size])
     return [*rows, _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)]
 
 
@@ -124,29 +123,39 @@ def _nodes(count: int, cores: int, hook: Callable[[], None]) -> Iterator[None]:
         nodes.shutdown()
 
 
-def wait_in_parser(seconds: float) -> None:
-    from pipeline.corpora.reddit import partition
+def wait_in_parser(seconds: float) -> Callable[[], None]:
+    """What lets each parser of a block wait. A function, because Ray takes no `functools.partial`."""
 
-    parse_block = partition._parse_block
+    def hook() -> None:
+        from pipeline.corpora.reddit import partition
 
-    def parse_late(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return parse_block(*arguments)
+        parse_block = partition._parse_block
 
-    partition._parse_block = parse_late  # type: ignore[assignment]
-
-
-def wait_in_model(seconds: float) -> None:
-    from pipeline.pools.embedder import Embedder
-
-    embed_shard = Embedder.__call__
-
-    def embed_late(self: Embedder, draft: Draft, name: str, slices: Any) -> Any:
-        with self._model_is_free:
+        def parse_late(*arguments: Any) -> Any:
             time.sleep(seconds)
-        return embed_shard(self, draft, name, slices)
+            return parse_block(*arguments)
 
-    Embedder.__call__ = embed_late  # type: ignore[method-assign]
+        partition._parse_block = parse_late  # type: ignore[assignment]
+
+    return hook
+
+
+def wait_in_model(seconds: float) -> Callable[[], None]:
+    """What lets the model of each actor wait for each shard."""
+
+    def hook() -> None:
+        from pipeline.pools.embedder import Embedder
+
+        embed_shard = Embedder.__call__
+
+        def embed_late(self: Embedder, draft: Draft, name: str, slices: Any) -> Any:
+            with self._model_is_free:
+                time.sleep(seconds)
+            return embed_shard(self, draft, name, slices)
+
+        Embedder.__call__ = embed_late  # type: ignore[method-assign]
+
+    return hook
 
 
 # -------------------------------------------------------------------------------------------------
