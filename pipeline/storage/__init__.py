@@ -216,7 +216,9 @@ def open_input(uri: str) -> Any:
 class RetriedInput(io.RawIOBase):
     """A stream of `open_input` whose failed reads are tried again.
 
-    It is for parsers that raise OSError for a broken file, too: `error` says that the store has failed.
+    The store's client tries again, too, but not where the error's text is longer than what was asked for: a
+    "503 Slow Down" ends a read of 4 bytes. For parsers that raise OSError for a broken file as well, `error`
+    says that the store has failed.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -296,9 +298,7 @@ def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[by
 
 def read_bytes(uri: str) -> bytes:
     with open_input(uri) as stream:
-        data = stream.read()
-    assert isinstance(data, bytes)
-    return data
+        return RetriedInput(stream).read()
 
 
 def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:

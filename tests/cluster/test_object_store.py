@@ -106,6 +106,13 @@ def test_a_small_file_is_written_by_one_request(s3, bucket, size):
     assert storage.read_bytes(storage.join(bucket, "a", "b")) == b"x" * size
 
 
+def test_a_file_that_is_shorter_than_an_error_is_read_also_where_requests_fail(s3, bucket):
+    uri = storage.join(bucket, "CURRENT")
+    storage.write_bytes(uri, b"v-2")
+    with s3.at_its_worst(fail_every=2, cut_every=0, delay_s=0.0):
+        assert storage.read_bytes(uri) == b"v-2"
+
+
 @pytest.mark.parametrize("name", ["RC_2011-01.zst", "a.gz", "a.bz2", "a.csv"])
 def test_what_is_called_compressed_is_stored_as_it_is(bucket, tmp_path, name):
     (tmp_path / name).write_bytes(b"bytes")

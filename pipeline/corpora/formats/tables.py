@@ -95,7 +95,7 @@ def read(
     column that the file lacks.
     """
     with storage.open_input(uri) as stream:
-        is_parquet = stream.read(4) == b"PAR1"
+        is_parquet = storage.RetriedInput(stream).read(4) == b"PAR1"
     if is_parquet:
         return _parquet_rows(uri, option_columns, takes_column, report, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, report.notes)
@@ -128,9 +128,9 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
     """A Parquet file in pieces of at least `least_rows` rows, but for the last. Empty for other files, and
     for broken ones, which `read` refuses."""
     with storage.open_input(uri) as stream:
-        if stream.read(4) != b"PAR1":
-            return []
         stored = storage.RetriedInput(stream)
+        if stored.read(4) != b"PAR1":
+            return []
         try:
             metadata = pq.read_metadata(stored)
         except (pa.ArrowException, OSError):
