@@ -1,20 +1,21 @@
-"""Which form of exact search is the fastest here: measured on the pool's own rows, once for a process.
+"""Which form of exact search is the fastest here: the first searches of a pool try those that may be.
 
     scores     all products of all rows, in float32: nothing comes before them, so small pools take this form
     vectors    bounds from the rows of the vectors
     sketch     bounds from the rows of the sketch
 
-The seconds of a search are those before its first row, those of each row, those that memory needs to give the
-rows where they exceed the caches, and those of the rows that bounds leave open. How many these are depends on
-the texts and the model: the first searches of a pool tell (`learn`).
+An estimate says which forms may be. It rests on a measurement of some of the pool's rows, once for a
+process: the seconds before the first row, those of each row, those that memory needs to give the rows where
+they exceed the caches, and those of the rows that bounds leave open. How many these are depends on the texts
+and the model.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
@@ -43,10 +44,10 @@ _ROUNDS = 2
 # a row takes that is picked out. Measured with a poly-64 on 5,000 to 100,000 rows.
 _AFTER_S, _FIRST_ROWS, _PICKED = 0.5e-3, 512, 3
 # The share of the rows that bounds leave open where a context has several vectors: of a poly-64 on 5,000 to
-# 100,000 rows. Of a million it was 0.008 and 0.017, so that `vectors` was taken, at 2.3 times the time of
-# `sketch`.
+# 100,000 rows; of a million it is a quarter of these.
 _OPEN_SHARES: dict[Form, float] = {"vectors": 0.03, "sketch": 0.06}
-_LEARNT_SEARCHES = 8
+# By the estimate alone 2.3 times the fastest form's time was taken.
+_MAY_BE, _TRIES = 3.0, 3
 # Of all scores the best are selected, in one thread.
 _SELECTED_S = 6e-9
 _CACHE_BYTES, _READ_BYTES = 1 << 22, 1 << 27
@@ -60,8 +61,8 @@ class _Seconds(NamedTuple):
 
 _Key = tuple[object, ...]
 _measured: dict[_Key, dict[Form, _Seconds]] = {}
-_open_shares: dict[_Key, dict[Form, list[float]]] = {}
-"""Of the first searches of each pool, by form."""
+_tried: dict[_Key, dict[Form, list[float]]] = defaultdict(dict)
+"""Seconds for each vector, of the first searches of each pool, by form."""
 
 
 def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) -> Form:
@@ -69,7 +70,6 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
     if len(pool) <= _FEW_ROWS and "scores" in forms:
         return "scores"
     seconds = _measure(pool, contexts)
-    learnt = _open_shares.get((pool.artifact.uri, len(pool), *_key(pool, contexts)), {})
     cores = torch.get_num_threads()
 
     def estimate(form: Form) -> float:
@@ -81,28 +81,26 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
             total += _SELECTED_S * len(contexts) * len(pool)
         else:
             share = _OPEN_SHARES[form] if len(contexts[0]) > 1 else 0.0
-            if form in learnt:
-                share = fmean(learnt[form])
             open_rows = min(_FIRST_ROWS + share * len(pool), len(pool))
             total += len(contexts) * _AFTER_S
             total += _PICKED * open_rows * seconds["scores"].a_row / cores
         return total
 
-    return min(forms, key=estimate)
+    estimates = {form: estimate(form) for form in forms}
+    most_s, tried = _MAY_BE * min(estimates.values()), _tried[_pool_key(pool, contexts)]
+    possible = [form for form in forms if estimates[form] <= most_s]
+    fewest = min(len(tried.get(form, ())) for form in possible)
+    if fewest >= _TRIES:
+        return min(possible, key=lambda form: min(tried[form]))
+    untried = [form for form in possible if len(tried.get(form, ())) == fewest]
+    return min(untried, key=estimates.__getitem__)
 
 
-def learn(pool: Pool, contexts: Sequence[Floats], lowest_Q: Sequence[float]) -> None:
-    """Notes the share of some rows whose bounds reach `lowest_Q`, the lowest of the best scores that a search
-    of the whole pool has found."""
-    if len(pool) <= _FEW_ROWS:
-        return
-    learnt = _open_shares.setdefault((pool.artifact.uri, len(pool), *_key(pool, contexts)), {})
-    if any(len(shares) >= _LEARNT_SEARCHES for shares in learnt.values()):
-        return
-    lowest_Q1 = torch.tensor(lowest_Q)[:, None]
-    for form, layer in zip(_WITH_BOUNDS, _samples(pool, contexts)[1:], strict=True):
-        is_open_QN = ~(upper_bounds(layer, columns_of(pool, contexts, form)) < lowest_Q1)
-        learnt.setdefault(form, []).append(float(is_open_QN.float().mean()))
+def learn(pool: Pool, contexts: Sequence[Floats], form: Form, seconds: float) -> None:
+    """Notes what a search of the whole pool took."""
+    tried = _tried[_pool_key(pool, contexts)].setdefault(form, [])
+    if len(tried) < _TRIES:
+        tried.append(seconds / sum(map(len, contexts)))
 
 
 def columns_of(pool: Pool, contexts: Sequence[Floats], form: Form) -> Columns:
@@ -125,6 +123,10 @@ def _key(pool: Pool, contexts: Sequence[Floats]) -> _Key:
     dtype = pool.multiplied_layers[0].matrix.dtype.str
     return (pool.dimensions, pool.rotation.shape[1], pool.dtype, dtype, len(contexts), vectors.bit_length(),
             rows.bit_length(), torch.get_num_threads())  # fmt: skip
+
+
+def _pool_key(pool: Pool, contexts: Sequence[Floats]) -> _Key:
+    return pool.artifact.uri, len(pool), *_key(pool, contexts)
 
 
 def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:

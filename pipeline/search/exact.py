@@ -19,6 +19,7 @@ equal scores are tied, and are in the order of their ids.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -315,6 +316,7 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
     contexts = [top.vectors_MD for top in tops]
     forms = FORMS.get(method, _ALL)
     form = forms[0] if len(forms) == 1 else fastest_form(pool, contexts, forms)
+    began = time.perf_counter()
     if form == "scores":
         _score_pool(pool, tops)
     else:
@@ -326,7 +328,7 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
             for top, bounds_N in zip(tops, bounds_QN, strict=True):
                 top.take_section(section_start, bounds_N)
     if len(forms) > 1 and all(top.is_of_whole_pool for top in tops):
-        learn(pool, contexts, [float(top.reach) for top in tops])
+        learn(pool, contexts, form, time.perf_counter() - began)
     for top in tops:
         top.certified = True
 
