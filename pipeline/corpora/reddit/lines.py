@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.json as paj
 
 from pipeline.corpora import raw
+from pipeline.corpora.reddit.comments import is_notice
 
 Kind = Literal["comments", "submissions"]
 
 COMMENT = ("id", "link_id", "parent_id", "body", "author", "subreddit")
 _SUBMISSION = ("id", "title", "author", "subreddit")
-_NO_TEXT = pa.array(["", "[deleted]", "[removed]"])
 
 
 def kind_of(data: bytes) -> Kind | None:
@@ -42,7 +42,8 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
     optional = {"score": pa.int64(), "selftext": pa.string()}
     rows = _parse(data, uri, first_line, rejects, _SUBMISSION, optional)
     text = pc.fill_null(rows["selftext"], "")
-    text = pc.if_else(pc.is_in(text, _NO_TEXT), "", pc.binary_join_element_wise("\n", text, ""))
+    has_none = pc.or_(pc.equal(text, ""), is_notice(text))
+    text = pc.if_else(has_none, "", pc.binary_join_element_wise("\n", text, ""))
     name = pc.binary_join_element_wise("t3_", rows["id"], "")
     no_parent = pa.array([""] * rows.num_rows, pa.string())
     return pa.table(

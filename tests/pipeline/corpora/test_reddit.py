@@ -242,6 +242,11 @@ NOTICES = [
     "Thank you for your submission! Unfortunately, it has been removed because of Rule 2.\n\nBye.",
     "Hello, your post was removed per our guidelines.",
     "Your comment has been automatically removed.\n\n*I am a bot, and this action was automatic.*",
+    "removed by moderator", "-deleted-", "`[removed]`", "Removed. Rule 2.", "Removed for violating rule #5",
+    "Hi u/foo, your post was removed because: no memes", "Sorry, this was deleted by a moderator.",
+    "Comment removed (using Power Delete Suite) as I no longer wish to support the company.",
+    "This comment has been overwritten by this open source script to protect this user's privacy.",
+    "sand lunch -- mass edited with https://redact.dev/",
 ]  # fmt: skip
 TEXTS = [
     "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
@@ -251,6 +256,7 @@ TEXTS = [
     "Deleted my account in protest in 2019.", "Removed the battery and it works.",
     "[Deleted scenes](https://youtu.be/abc) from the film", "I asked, it was removed because of rule 3.",
     "Did anyone save it? [removed]", "The film was removed due to reddit's filters, I think.",
+    "Deleted, the rule is silly.", "Removed the part about rule 3.", "Your post was removed? Mine, too.",
 ]  # fmt: skip
 
 
@@ -468,6 +474,7 @@ SUBMISSION = {"id": "th", "title": "A title of it", "selftext": "and its text", 
         ("and its text", "A title of it\nand its text"),
         ("", "A title of it"),
         ("[removed]", "A title of it"),
+        ("[ Removed by Reddit ]", "A title of it"),
         (None, "A title of it"),
         (5, "A title of it"),
     ],
