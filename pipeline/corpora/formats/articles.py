@@ -21,7 +21,7 @@ ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a tas
 _OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡", "\"')\\]»«“”’‘」』）"
 # Letters of scripts that put no spaces between words.
 _UNSPACED_LETTER = (
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
 )
 _UNSPACED = re.compile(_UNSPACED_LETTER)
 # In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
@@ -29,7 +29,7 @@ _LOWER = "".join(
     letter for letter in map(chr, range(0x10000)) if letter.islower() and not "ა" <= letter <= "ჿ"
 )
 _MARKS = ".!?…؟۔‼⁇⁈⁉"
-_MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕"
+_MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕།༎᱾꯫"
 _GERMAN_DATE = (
     r"(?<=\d\.\s)(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November"
     r"|Dezember|Jahrhundert|Jh)\b"
@@ -38,11 +38,12 @@ _GERMAN_DATE = (
 # without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, and a colon ends a sentence in
 # Armenian. The marks of Chinese, Japanese and Hindi need no space behind them.
 _SENTENCE_END = re.compile(
-    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE};\u037e:](?:"
+    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:](?:"
     rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:))"
     rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_DATE})"
     rf"(?=(?:[{_OPENING}]\s?)?(?![{_LOWER}])[^\W_])"
     rf"|(?<=[{_MARKS_WITHOUT_SPACE}])(?![{_CLOSING}{_MARKS_WITHOUT_SPACE}])\s*(?=\S)"
+    r"|(?<=．)\s*(?=[^\W\d])"  # not ３．１４
     r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、])(?=\S)"  # と: he said
     rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
 )

@@ -62,7 +62,11 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
         "他说：“在厨房里。”",
         "她走了。",
         "ﾀﾞｲﾄﾞｺﾛ｡",
+        "円周率は３．１４である．",
         "यह है।",
+        "ཁོང་གིས་སྒྲུང་གསུམ་བྲིས།",
+        "ᱩᱱᱤ ᱚᱞ ᱟ᱾",
+        "ꯃꯍꯥꯛꯅ ꯏꯏ꯫",
         "वह नहीं है।",
     ]
     assert split_sentences(space.join(parts)) == parts
@@ -70,7 +74,13 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("Go away now.", 3), ("今天天气很好我们去公园吧。", 7), ("ไปโรงเรียน", 6), ("Да, он.", 2)],
+    [
+        ("Go away now.", 3),
+        ("今天天气很好我们去公园吧。", 7),
+        ("ไปโรงเรียน", 6),
+        ("སྒྲུང་གསུམ", 6),
+        ("Да, он.", 2),
+    ],
 )
 def test_letters_of_scripts_without_spaces_are_counted(text, words):
     assert count_words(text) == words
