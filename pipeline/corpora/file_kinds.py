@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     (rb"(?s:.{257})ustar", "a tar archive; unpack it"),
     (rb"7z\xbc\xaf|Rar!\x1a", "a 7z or RAR archive; unpack it"),
     (
-        rb"\x04\x22\x4d\x18|LZIP|\x1f\x9d|\x5d\0\0|\xff\x06\0\0sNaPpY|\x78[\x01\x9c]",
+        rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18|LZIP|\x1f\x9d|\x5d\0\0|\xff\x06\0\0sNaPpY|\x78[\x01\x9c\xda]",
         "compressed in another way than by gzip, bzip2, xz or Zstandard; decompress it",
     ),
     (rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd", "compressed twice; decompress it once"),

@@ -224,6 +224,7 @@ def parse(
 
     rows = tables.read(uri, options.columns, reading, report, is_turn, options)
     for number, row in rows:
+        row.pop("", None)  # pandas' index in CSV; "" is an option that names no column
         try:
             example = _example(row, options, f"{name}/{number}", file_split)
         except Malformed as reason:

@@ -2,8 +2,8 @@
 
 The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV and JSON lines apart (`.csv`,
 `.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
-tab means TSV, anything else CSV. JSON is one object in a line, objects of several lines, or an array of
-objects. CSV and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
+tab means TSV, anything else CSV. JSON is objects, one in a line or otherwise, or an array of objects. CSV
+and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -328,13 +329,23 @@ def _json_rows(
 
 
 def _opening(first_line: str) -> str:
-    """How a JSON file begins that is an array, or has objects of several lines; "": one object in a line."""
+    """How a JSON file begins that is an array, or has objects of several lines, several in a line or commas
+    between them; "": one object in a line."""
     beginning = first_line.removeprefix(raw.OVERLONG.decode()).strip()
-    return beginning[:1] if beginning[:1] == "[" or beginning == "{" else ""
+    if beginning[:1] == "[" or beginning == "{":
+        return beginning[:1]
+    with suppress(ValueError, RecursionError):
+        end = json.JSONDecoder().raw_decode(beginning)[1]
+        return "{" if beginning[end:].lstrip().startswith(("{", ",")) else ""
+    return ""
 
 
 def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
+    if len(head) == 1 and head[0][1] and all(isinstance(v, dict) for v in head[0][1].values()):
+        name = next(iter(head[0][1]))
+        raise BadInput(f"{uri}: one object that holds objects, such as {name!r}; allowed: an object for each "
+                       "row, as pandas writes by to_json(…, orient='records')")  # fmt: skip
     if head:
         columns = list(dict.fromkeys(name for _, row in head for name in row))
         _require_columns(uri, option_columns, columns, _nested_table_hint(head))

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -196,6 +197,8 @@ def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, gues
         (gzip.compress(b"a line\n", mtime=0), "compressed twice"),
         (lzma.compress(b"a line\n", format=lzma.FORMAT_ALONE), "compressed in another way"),
         (b"\x04\x22\x4d\x18abcd", "compressed in another way"),
+        (b"\x02\x21\x4c\x18abcd", "compressed in another way"),
+        (zlib.compress(b"a line\n", 9), "compressed in another way"),
         (b"PAR1" + b"\0" * 40, "Parquet"),
         (b"SQLite format 3\0" + b"\x10\0" * 20, "binary data"),
         (b"%PDF-1.4\n1 0 obj\n", "a document"),

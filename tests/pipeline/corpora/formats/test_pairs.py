@@ -104,6 +104,12 @@ def test_earlier_turns_may_stand_in_numbered_columns_the_latest_first(tmp_path, 
     assert read(tmp_path, rows, None, f"rows.{form}")[0][0]["context"] == ["how are you ?"]
 
 
+def test_a_column_without_a_name_is_ignored_as_the_index_of_pandas_is(tmp_path):
+    found, report = read(tmp_path, [{"": "0", **ASKED}], name="rows.csv")
+    assert [row["response"] for row in found] == ["fine ."]
+    assert not report.malformed.counts
+
+
 def test_columns_may_have_any_name(tmp_path):
     rows = [{"Frage ?": "wie geht's ?", "die.Antwort": "gut .", "x": 1}]
     options = Options(context_column="Frage ?", response_column="die.Antwort")

@@ -84,6 +84,21 @@ def test_objects_of_several_lines_are_a_table(tmp_path):
         read(tmp_path / "rows.json", data[:-3].encode())
 
 
+@pytest.mark.parametrize("between", ["", " ", ",", ",\n"])
+def test_objects_may_share_a_line_and_have_commas_between_them(tmp_path, between):
+    data = between.join(map(json.dumps, ROWS))
+    assert [row for _, row in read(tmp_path / "rows.json", data.encode())[0]] == ROWS
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(
+    "table", [{"0": ROWS[0], "1": ROWS[1]}, {"a": {"0": "x", "1": "y"}, "b": {"0": "u", "1": "v"}}]
+)
+def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, table, indent):
+    with pytest.raises(BadInput, match=r"such as '[0a]'; .* by to_json\(…, orient='records'\)"):
+        read(tmp_path / "rows.json", json.dumps(table, indent=indent).encode())
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_table_under_a_key_is_refused_with_its_name_and_columns(tmp_path, indent):
     data = json.dumps({"version": "1.0", "data": ROWS}, indent=indent)
