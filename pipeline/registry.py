@@ -43,6 +43,8 @@ def limit_waits() -> None:
     for name, value in {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        # A server that refuses for now may say to come again in minutes.
+        "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
         "PGCONNECT_TIMEOUT": "8",
     }.items():
         os.environ.setdefault(name, value)

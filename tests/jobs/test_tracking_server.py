@@ -39,6 +39,7 @@ def answering() -> Iterator[Callable[..., str]]:
             def do_GET(self) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
+                self.send_header("Retry-After", "100")
                 self.end_headers()
                 for byte in text if pause_s else [text]:
                     time.sleep(pause_s)
@@ -103,6 +104,7 @@ def test_a_server_that_sends_byte_by_byte_ends_a_job(prepare, use_server, answer
         (401, "You are not authenticated.", 2, ["401", "MLFLOW_TRACKING_USERNAME"]),
         (403, "Invalid Host header", 2, ["403", "--allowed-hosts"]),
         (500, "<html>", 1, ["500"]),
+        (503, "<html>", 1, ["too many 503"]),
         (404, "<html>", 2, ["404"]),
         (200, "<html>a dashboard", 1, ["a dashboard"]),
     ],
