@@ -57,6 +57,7 @@ Text = Annotated[StrictStr, AfterValidator(_encodable)]
 Integer = Annotated[int, BeforeValidator(_number)]
 # The bound must stand before the validator, or OpenAPI does not show it.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+Dimensions = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 
 
 # polyrank's own
@@ -232,7 +233,7 @@ Truncate = Annotated[
     Literal[True, None], Field(description="Texts that are too long are always truncated.")
 ]
 _DIMENSIONS = (
-    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
+    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka). 0: all."
 )
 
 
@@ -264,6 +265,7 @@ class DocumentsRerank(_ForModel):
     )
     documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
+    top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
     return_documents: StrictBool | None = None
     raw_scores: StrictBool = False
 
@@ -282,14 +284,21 @@ class _ToEmbed(BaseModel):
         description="query, search_query: embed the texts as contexts, if the model makes one vector of "
         "a context. Else: as candidates.",
     )
-    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
+    task: Literal["retrieval.query", "retrieval.passage"] | None = Field(
+        default=None, description="retrieval.query: the same for clients of Jina."
+    )
+    dimensions: Dimensions | None = Field(default=None, description=_DIMENSIONS)
+    output_dimension: Dimensions | None = Field(
+        default=None, description="The same for clients of Voyage and Cohere."
+    )
+    output_dtype: Literal["float"] | None = None
 
     @property
     def context_field(self) -> tuple[str, str] | None:
         """The field that asks for contexts, and its value."""
         if self.input_type in ("query", "search_query"):
             return "input_type", self.input_type
-        return None
+        return ("task", self.task) if self.task == "retrieval.query" else None
 
 
 class EmbedRequest(_ToEmbed):

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -79,9 +80,11 @@ def install(app: FastAPI) -> None:
         path = request.url.path
         message = f"{_shortened(path)}: {CODES[code].text}"
         usual_path = "/" + "/".join(filter(None, path.lower().split("/")))
-        paths = [getattr(route, "path", "") for route in request.app.routes]
-        if code == "not_found" and usual_path in paths:
-            message += f" There is {usual_path}"
+        routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+        if code == "not_found":
+            listed = dict.fromkeys(r.path_format for r in routes if r.include_in_schema)
+            is_there = usual_path in [route.path_format for route in routes]
+            message += f" There is {usual_path if is_there else ', '.join(listed)}"
         return response(Refusal(code, message), error.headers)
 
 

@@ -15,8 +15,8 @@ Rules for all of them:
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
   `parameters` (Hugging Face). Fields that would change which parts of
-  the texts are read (`rank_fields`, `truncation_direction`), or what an answer holds (`embedding_type`),
-  are refused.
+  the texts are read (`rank_fields`, `truncation_direction`), or what an answer holds (`embedding_type`,
+  `output_dtype`), are refused.
 - Errors have the format of `errors.py`.
 """
 
@@ -90,7 +90,7 @@ def add_routes(
                 relevance_score=score,
                 document=Document(text=texts[place]) if body.return_documents else None,
             )
-            for place, score in best_first[: body.top_n]
+            for place, score in best_first[: body.top_n or body.top_k]
         ]
         return RerankResponse(
             id=request.state.request_id,
@@ -180,7 +180,8 @@ def add_routes(
         return ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(
-        "/v1/models/{id}", responses=error_responses("unauthorized", "unknown_model", "not_ready")
+        "/v1/models/{id:path}",
+        responses=error_responses("unauthorized", "unknown_model", "not_ready"),
     )
     async def model(id: str) -> ModelCard:
         """The model of this id, in OpenAI's format."""
@@ -239,10 +240,11 @@ async def _encode_texts(
     if not config.has_vectors:
         raise Refusal("invalid_request", "model: a cross-encoder has no vectors; allowed: /rank, "
                       "and the formats that rerank")  # fmt: skip
-    dimensions, width = body.dimensions, engine.ranker.dual.dimensions
-    if dimensions is not None and dimensions > width:
-        raise Refusal("invalid_request", f"dimensions: {dimensions} is not allowed; allowed: at most "
-                      f"{width}, which the model has", "dimensions")  # fmt: skip
+    asked = "dimensions" if body.dimensions else "output_dimension"
+    dimensions, width = body.dimensions or body.output_dimension, engine.ranker.dual.dimensions
+    if dimensions and dimensions > width:
+        raise Refusal("invalid_request", f"{asked}: {dimensions} is not allowed; allowed: at most "
+                      f"{width}, which the model has", asked)  # fmt: skip
     if body.context_field is None:
         vectors_ND, tokens = await service.candidate_vectors(engine, texts, deadline)
     elif config.vectors_per_context == 1:
@@ -251,11 +253,11 @@ async def _encode_texts(
         vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
     else:
         field, value = body.context_field
-        allowed = "document" if field == "input_type" else "none"
+        allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
         raise Refusal("invalid_request", f"{field}: {value!r} is not allowed, as contexts of this "
                       f"model have {config.vectors_per_context} vectors each; allowed: {allowed}",
                       field)  # fmt: skip
-    if dimensions is not None:
+    if dimensions:
         vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
     return vectors_ND, tokens
 

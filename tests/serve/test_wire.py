@@ -27,7 +27,7 @@ from serve.service import Service
 
 from .live import serving
 
-NAME = "dialogue"
+NAME = "our-team/dialogue"
 QUERY = "hi , what do you do ?"
 TEXTS = ["i sail on the harbour", "tea", "no", "a nurse", "i sail on the harbour", "x" * 200]
 ARCHITECTURES = ["bi", "poly", "cross"]
@@ -315,6 +315,8 @@ def test_a_query_is_embedded_as_a_context(live, path):
         if isinstance(found, dict):
             found = [row["embedding"] for row in found["data"]]
         assert np.allclose(found, unit(expected), atol=1e-4), kind
+    expected = one.post(path, {texts: TEXTS, "input_type": "query"}).json()
+    assert one.post(path, {texts: TEXTS, "task": "retrieval.query"}).json() == expected  # Jina's
     error = refusal(live("poly").post(path, {texts: TEXTS, "input_type": "query"}))
     assert (error["code"], error["field"]) == ("invalid_request", "input_type")
     assert error["message"].startswith("input_type: 'query' is not allowed, as contexts of this ")
@@ -351,6 +353,18 @@ def test_openais_client_cuts_vectors(live, openai, openai_of):
     with pytest.raises(openai.UnprocessableEntityError, match="allowed: at most 16") as caught:
         client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=17)
     assert caught.value.code == "invalid_request"
+
+
+def test_other_clients_cut_vectors_and_results_by_names_of_their_own(live):
+    one, cut = live("bi"), {"input": TEXTS, "dimensions": 5}
+    expected = one.post("/v1/embeddings", cut).json()
+    voyages = {"input": TEXTS, "output_dimension": 5, "output_dtype": "float"}
+    assert one.post("/v1/embeddings", voyages).json() == expected
+    infinitys = {"input": TEXTS, "dimensions": 0, "modality": "text"}  # its client's default
+    whole = one.post("/v1/embeddings", infinitys).json()
+    assert len(whole["data"][0]["embedding"]) == 16
+    found = one.post("/v1/rerank", {"query": QUERY, "documents": TEXTS, "top_k": 2}).json()
+    assert len(found["results"]) == 2
 
 
 def test_openais_client_lists_the_model(live, openai_of):
@@ -497,7 +511,10 @@ MANY = ["a"] * 10_001
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
         ("/embed", {"inputs": "a", "input_type": "clustering"}, "input_type", "'search_document'"),
         ("/embed", {"inputs": "a", "truncation_direction": "left"}, "truncation_direction", "right"),
-        ("/embed", {"inputs": "a", "dimensions": 0}, "dimensions", "greater"),
+        ("/embed", {"inputs": "a", "dimensions": -1}, "dimensions", "greater"),
+        ("/embed", {"inputs": "a", "output_dimension": 17}, "output_dimension", "at most 16"),
+        ("/v1/embeddings", {"input": "a", "output_dtype": "int8"}, "output_dtype", "float"),
+        ("/v1/embeddings", {"input": "a", "task": "separation"}, "task", "retrieval.query"),
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "at most 16"),
         ("/v1/embeddings", {}, "input", "required"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
