@@ -6,6 +6,7 @@ What travels to workers is a `Source`, not a folder: each node of a cluster make
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -124,6 +125,7 @@ def read_prompts(folder: Path) -> Prompts:
     """The prompts of a model that sentence-transformers saved, by the rules of its `encode_query` and
     `encode_document`: those named query, and document, passage or corpus, else the one that
     `default_prompt_name` names. Version 6.2 applies no passage, corpus or default prompt, against its pages.
+    Says which other prompts are left out.
 
     Raises BadInput for a configuration that is not to be read.
     """
@@ -140,7 +142,11 @@ def read_prompts(folder: Path) -> Prompts:
             default_name, ", ".join(prompts) or "none")  # fmt: skip
     default = prompts.get(default_name, "")
     documents = [prompts[name] for name in ("document", "passage", "corpus") if name in prompts]
-    return Prompts(prompts.get("query", default), documents[0] if documents else default)
+    found = Prompts(prompts.get("query", default), documents[0] if documents else default)
+    used = ("", found.context, found.candidate)
+    if left_out := [name for name, prompt in prompts.items() if prompt not in used]:
+        print(f"{path}: prompts left out: {', '.join(left_out)}", file=sys.stderr, flush=True)
+    return found
 
 
 def read_modules(folder: Path) -> tuple[str, list[str]]:

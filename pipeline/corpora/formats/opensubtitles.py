@@ -42,8 +42,9 @@ _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
 _SOUND = re.compile(r"[\[(].*?[\])]")
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")
 _TIME = re.compile(
-    r"^\W*\d+:\d\d:\d\d[.,:=]|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]|^\[\d+:\d\d[.:]\d+\]"
+    r"^\W*\d+:\d\d:\d\d\b|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]|^\[\d+:\d\d[.:]\d+\]"
 )
+_TIME_ALONE = re.compile(r"^\W*\d+:\d\d\W*$")  # as transcripts have it; raw text may, too
 # Time codes, markup but for italics and the like, tables and JSON.
 _OTHER_LAYOUT = re.compile(
     rf"{_TIME.pattern}|^\s*(?:WEBVTT|\[Script Info\]|Dialogue:|<(?!/?(?:i|b|u|font)\b)[a-z?!]"
@@ -122,7 +123,7 @@ def parse(
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             report.malformed.add("line too long", uri, number, line)
             continue
-        if _TIME.search(line):
+        if _TIME.search(line) or _TIME_ALONE.search(line):
             report.dropped.add("time code", uri, number, line)
             continue
         text = clean(line)

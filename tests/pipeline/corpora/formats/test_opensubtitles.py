@@ -109,6 +109,7 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
         ["00:00:00.00,00:00:00.90", "Where is the kettle?"],
         ["[00:12.30]Where is the kettle?"],
         ["00:00:12:Where is the kettle?"],
+        ["00:00:12 Where is the kettle?"],
         ["<p>", "<sub start='1'>Where is the kettle?</sub>"],
         ['{"text": "Where is the kettle?"}'],
         ["[", "  {", '    "text": "Where is the kettle?"'],
@@ -142,12 +143,13 @@ def test_time_codes_and_tags_within_raw_text_are_taken_out(tmp_path):
     lines = [f"This is line {number}." for number in range(25)]
     more = [
         "00:00:01,000 --> 00:00:02,000",
+        "0:03",
         "<i>Where did you put it?</i>",
         "{\\an8}- I have lost it.",
     ]
     rows, report = read(tmp_path, lines + more)
     assert [row["response"] for row in rows[-2:]] == ["Where did you put it?", "I have lost it."]
-    assert report.dropped.counts == {"first line of a file": 1, "time code": 1}
+    assert report.dropped.counts == {"first line of a file": 1, "time code": 2}
 
 
 @pytest.mark.parametrize("line", ["word " * (11 << 18), "(" * 1_000_000])

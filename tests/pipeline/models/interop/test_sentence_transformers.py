@@ -327,6 +327,14 @@ def test_an_export_takes_its_prompts_with_it(tiny, tmp_path, library):
     assert {name: getattr(back, name) for name in prompts} == prompts
 
 
+def test_prompts_for_other_tasks_are_named_as_left_out(side, capfd):
+    prompts = {**PROMPTS, "corpus": "w3 ", "STS": "", "s2p_query": "w4 ", "Clustering": "w5 "}
+    change(side / "config_sentence_transformers.json", prompts=prompts)
+    sentence_transformers.load(side, Lengths())
+    said = capfd.readouterr().err
+    assert "config_sentence_transformers.json: prompts left out: s2p_query, Clustering\n" in said
+
+
 def test_a_model_that_leaves_prompts_out_of_the_mean_is_refused(side):
     change(side / "config_sentence_transformers.json", prompts=PROMPTS)
     change(side / "1_Pooling/config.json", include_prompt=False)
