@@ -107,6 +107,7 @@ def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) ->
     notes = [
         *report.notes,
         *_contradiction_notes([*train, *tested]),
+        *_repetition_notes(train),
         *_overlap_notes(train, tested),
     ]
     if not outside:
@@ -216,6 +217,12 @@ def _split_tenths(
 def _key(text: str) -> str:
     """The same for texts that count as equal."""
     return " ".join(text.casefold().split())
+
+
+def _repetition_notes(train: Sequence[Labelled]) -> list[str]:
+    """Says how many texts count twice, as those of a file's copy or of a smaller variant of it do."""
+    count = len(train) - len({(_key(row.text), row.intent) for row in train})
+    return [f"of {len(train):,} texts to train on, there a second time: {count:,}"] if count else []
 
 
 def _overlap_notes(train: Sequence[Labelled], tested: Sequence[Labelled]) -> list[str]:

@@ -160,6 +160,12 @@ def test_texts_with_two_intents_are_reported(read):
     assert found.notes == ("texts with more than one intent: 1", ALL_IN_SCOPE)
 
 
+def test_texts_that_are_trained_on_twice_are_reported(read):
+    found = read({"train.csv": HEAD + rows("pay", 20) + rows("block", 20),
+                  "train_5.csv": HEAD + rows("pay", 5), "test.csv": HEAD + "else,pay\n"})  # fmt: skip
+    assert found.notes == ("of 45 texts to train on, there a second time: 5", ALL_IN_SCOPE)
+
+
 def test_asked_texts_that_are_trained_on_are_reported(read):
     found = read({"train.csv": HEAD + rows("pay", 20) + rows("block", 20),
                   "test.csv": HEAD + "Pay  NUMBER 1,pay\nanything else,block\n"})  # fmt: skip
