@@ -214,7 +214,7 @@ def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"{folder}: no model to load ({str(error).splitlines()[0]})") from None
     if hf.config.is_encoder_decoder:
         raise BadInput(f"{folder}: {type(hf).__name__} is no encoder; allowed: models with "

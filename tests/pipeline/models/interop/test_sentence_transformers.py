@@ -417,6 +417,8 @@ def test_a_pooling_without_a_mode_is_the_mean(side):
     ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
     ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "make no cross-encoder"),
     ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    ("config.json", {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
+     "no model to load (Using `bitsandbytes`"),
     ("config.json", {"architectures": ["XForSequenceClassification"], "model_type": "x"}, "model_type: 'x'"),
 ])  # fmt: skip
 def test_what_a_ranker_does_not_do_is_refused_by_name(side, file, values, message):
