@@ -34,6 +34,7 @@ _LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), or
 _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
 _MOST_HASHED = 262_144  # characters of a run that is one piece; 5 MB took 4 s
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
+_LONGEST_KEPT_RUN = 256  # characters; runs of megabytes would take all memory
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Of the hash: primes between 2^63 and 2^64, and others.
 _MASK = (1 << 64) - 1
@@ -84,7 +85,7 @@ def _run_pattern() -> re.Pattern[str]:
 
 
 class Subwords:
-    """Ids of pieces; those of whole runs are remembered."""
+    """Ids of pieces; those of whole runs are remembered, unless the run is long."""
 
     def __init__(self, vocabulary: Sequence[str] | Mapping[str, int], buckets: int) -> None:
         id_of_piece = vocabulary if isinstance(vocabulary, Mapping) else _number_pieces(vocabulary)
@@ -99,7 +100,11 @@ class Subwords:
 
     def ids(self, text: str, limit: int | None = None) -> list[int]:
         """The ids of a text, or its first `limit`; the rest of the text is not read."""
-        ids = (number for run in runs(text) for number in self._ids_of_run(run))
+        ids = (
+            number
+            for run in runs(text)
+            for number in (self._look_up if len(run) > _LONGEST_KEPT_RUN else self._ids_of_run)(run)
+        )
         return list(itertools.islice(ids, limit))
 
     def pieces(self, run: str) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -176,3 +178,15 @@ def test_of_a_run_of_megabytes_the_beginning_decides(letter, monkeypatch):
     )
     ids = Subwords(["a"], 1000).ids(letter * 3_000_000)
     assert len(ids) == 1 and max(sizes) < 1 << 20
+
+
+def test_runs_of_megabytes_are_not_remembered():
+    subwords = Subwords(["a"], 1000)
+    subwords.ids("a")
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            subwords.ids(str(number) * 1_000_000)
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
