@@ -27,7 +27,7 @@ cluster-demo: .venv/installed
 	$(BIN)/python -m jobs.cluster_demo $(if $(PORTS_FROM),--ports-from $(PORTS_FROM)) $(if $(KEEP),--keep true)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # slow files first; one has a Ray
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not long and not ray and not slow"

@@ -20,6 +20,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -30,6 +31,7 @@ os.environ.update(
     RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray writes one into the home directory
     RAY_DATA_PARQUET_FOOTER_NUM_ACTORS="1",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+    RAY_worker_niceness="0",  # at Ray's 15 a worker waits for minutes where other tests take the cores
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
@@ -83,7 +85,15 @@ settings.load_profile("polyrank")
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 _PROCESSES = {"subprocess", "run_in_processes"}
-_LONGEST = {"test_end_to_end.py", "test_faults.py", "test_page_commands.py"}
+_LONGEST = {"test_page_commands.py", "test_end_to_end.py"}
+# Files that share what takes 20 s of two slow cores to start: a Ray, and the process whose forks are ranks.
+_TOGETHER = {
+    "ray": {
+        "cluster/test_from_zero.py", "pipeline/corpora/test_reddit_failures.py",
+        *(f"pipeline/engine/test_{name}.py" for name in ("messages", "resources", "run")),
+    },
+    "ranks": {f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed")},
+}  # fmt: skip
 _COMPUTES = (
     "pipeline/models",
     "pipeline/training",
@@ -107,6 +117,24 @@ _ALIKE = {
     "pipeline/training/test_negatives.py::test_memory_does_not_grow_with_the_split",
     "pipeline/training/test_optimization.py::test_a_resumed_run_lets_go_of_the_checkpoint",
 }  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the files of a set of `_TOGETHER` run in one process, as if they were one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            names = (
+                name for name, files in _TOGETHER.items() if file.removeprefix("tests/") in files
+            )
+            return next(names, file)
+
+    return Together(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,8 +33,6 @@ ROOT = Path(__file__).parents[2]
 # Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 _STORE = {"object_store_memory": 80 << 20, "include_log_monitor": False}
-# At Ray's 15 a worker waits for minutes where other tests take the cores.
-NOT_NICE = {"RAY_worker_niceness": "0"}
 _HEAD_ID = "f" * 51 + "00000"
 _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
             "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
@@ -66,7 +64,7 @@ def head(
         f"--resources={json.dumps(dict(resources))}",
         "--include-log-monitor=false",  # nobody reads here what it sends to drivers
     ]
-    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", **NOT_NICE,
+    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0",
             # Jobs run `python`, which on a node is that of its environment.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
     if node_types:

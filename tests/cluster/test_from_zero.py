@@ -75,6 +75,17 @@ def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(lo
         Actors(cpus_per_actor=3).count(9)
 
 
+def test_a_corpus_of_the_cluster_is_that_of_one_process(
+    run_job, run_job_here, sample_files, tmp_path
+):
+    folder = sample_files / "convai2"
+    command = ("prepare_corpus", "--corpus", "convai2", "--input", folder, "--output")
+    there = run_job(*command, tmp_path / "there").summary
+    here = run_job_here(*command, tmp_path / "here").summary
+    assert there["fingerprint"] == here["fingerprint"]
+    assert there["counts"] == here["counts"]
+
+
 def test_processes_share_the_cores_of_the_nodes_that_are_up(local_ray):
     assert [resources.cpus_each(number) for number in (1, 2, 3)] == [2, 1, 1]
     assert resources.cpus_each(4, chosen=2) == 2

@@ -16,7 +16,7 @@ import yaml
 
 from tests.helpers import free_port
 
-from .conftest import NOT_NICE, ROOT, end_processes_of
+from .conftest import ROOT, end_processes_of
 
 TOLD = re.compile(r"\b(?:ray status|serve status|ray job [a-z]+(?: --follow)?(?: \{name\})?)")
 
@@ -89,7 +89,7 @@ def started() -> Iterator[Head]:
     try:
         shell = ["bash", "-i", "-c"]  # `ray up` runs each command in one that reads .bashrc
         for command in ("~/venv/bin/ray get-auth-token --generate", *profile, *profile, start):
-            done = head.run(shell, command, **NOT_NICE)
+            done = head.run(shell, command, RAY_worker_niceness="0")
             assert done.returncode == 0, (command, done.stdout, done.stderr)
         yield head
     finally:

@@ -35,7 +35,7 @@ from serve.client import Client
 from tests.helpers import free_port, job_command
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
-from .conftest import NOT_NICE, ROOT, S3, end_processes_of, head
+from .conftest import ROOT, S3, end_processes_of, head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 SERVE = ROOT / "serve"
@@ -127,7 +127,7 @@ class ServeRuns:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ray.serve.scripts", "run", str(file)],
                 cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                env={**inherited, **NOT_NICE, "RAY_TMPDIR": self.folder, **environment},
+                env={**inherited, "RAY_TMPDIR": self.folder, **environment},
             )  # fmt: skip
         self.started.append(process)
         run = ServeRun(file, port, process)

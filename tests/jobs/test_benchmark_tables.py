@@ -151,9 +151,9 @@ def trained(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def paper(run_job, encoder, convai2_corpus, tmp_path):
+def paper(run_job_here, encoder, convai2_corpus, tmp_path):
     def run(*options, corpora=(convai2_corpus.uri,)):
-        return run_job(
+        return run_job_here(
             "benchmark", "--name", "paper", "--corpus", *corpora, "--encoder", encoder, "--work",
             tmp_path / "work", "--json", tmp_path / "rows.json", *SHORT, "--max-examples", 50, *options,
         )  # fmt: skip

@@ -65,16 +65,6 @@ def test_a_corpus_is_a_folder_per_split_of_shards_with_the_columns_of_the_contra
     assert per_split == {s: n for s in per_split if (n := corpus.counts[f"examples.{s}"])}
 
 
-def test_on_the_cluster_it_makes_the_same_files(run_job, run_job_here, sample_files, tmp_path):
-    """Of Reddit: tests/cluster/test_from_zero.py."""
-    folder = sample_files / "convai2"
-    command = ("prepare_corpus", "--corpus", "convai2", "--input", folder, "--output")
-    there = run_job(*command, tmp_path / "there").summary
-    here = run_job_here(*command, tmp_path / "here").summary
-    assert there["fingerprint"] == here["fingerprint"]
-    assert there["counts"] == here["counts"]
-
-
 def test_every_record_is_an_example_or_counted_once(reddit_corpus, convai2_corpus):
     for corpus in (reddit_corpus, convai2_corpus):
         dropped = sum(corpus.manifest["dropped"].values())
