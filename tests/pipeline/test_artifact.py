@@ -384,7 +384,8 @@ def test_the_manifest_tells_the_whole_ancestry(tmp_path):
 # Tasks
 
 
-def test_a_second_run_does_only_what_the_first_left_undone(local_ray, tmp_path):
+@pytest.mark.usefixtures("actors_in_process")
+def test_a_second_run_does_only_what_the_first_left_undone(tmp_path):
     tasks = {f"task-{number}": number for number in range(6)}
     calls = tmp_path / "calls"
     calls.mkdir()
@@ -437,7 +438,8 @@ def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
         out.finished_tasks().record("task", TaskRecord)
 
 
-def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
+@pytest.mark.usefixtures("actors_in_process")
+def test_what_a_task_refuses_is_refused_by_the_job(tmp_path):
     def work(_: Draft, task: str, number: int) -> TaskRecord:
         if number:
             raise BadInput(f"{task} is bad")

@@ -20,7 +20,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, partition
 from pipeline.corpora.reddit.partition import read_dumps
-from pipeline.engine import executors, report
+from pipeline.engine import report
 from pipeline.engine.attempts import failed_outcome
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
@@ -224,23 +224,15 @@ def test_readers_and_parsers_declare_their_memory(out, dumps, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("on the cluster", marks=pytest.mark.ray), "in this process"]
+    "where", [pytest.param("local_ray", marks=pytest.mark.ray), "actors_in_process"]
 )
 def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, where, request):
+    request.getfixturevalue(where)
     Path(dumps[0]).unlink()
-
-    def run() -> None:
-        with pytest.raises(Stopped) as stopped:
-            read(out, dumps)
-        assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
-        assert "file-00001" in out.finished_tasks()
-
-    if where == "on the cluster":
-        request.getfixturevalue("local_ray")
-        run()
-    else:
-        with executors.in_this_process():
-            run()
+    with pytest.raises(Stopped) as stopped:
+        read(out, dumps)
+    assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
+    assert "file-00001" in out.finished_tasks()
 
 
 def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
