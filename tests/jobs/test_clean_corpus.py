@@ -189,6 +189,7 @@ def test_nothing_left_to_train_on_is_refused(run_job_here, convai2_corpus, tmp_p
 # Real data
 
 
+@pytest.mark.long  # 26 s on two slow cores; test_duplicates.py compares all pairs of fewer texts
 @pytest.mark.shared
 def test_real_dialogues(run_job_here, real_data, tmp_path):
     """Counts that a plain script (`words_of`, all pairs) made too."""

@@ -1,7 +1,7 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The service is a process. The jobs run in this process, as in a notebook: each process imports torch again.
-The long tests train in processes, which are interrupted, killed, and started again.
+The jobs run in this process, as in a notebook: each process imports torch again. In the long tests the
+service is a process, and so are trainings, which are interrupted, killed, and started again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def cluster(local_ray) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def prepared(cluster, sample_files, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def prepared(
+    tracking_uri, sample_files, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """The folder with a corpus, a tokenizer and an encoder, what each job said, and options of finetune."""
     work = tmp_path_factory.mktemp("work")
     corpus, tokenizer, encoder, ranker = (
@@ -118,7 +120,7 @@ def made(prepared) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def killed(prepared, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def killed(prepared, cluster, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A training by two workers that was killed, in a folder of its own."""
     ranker = tmp_path_factory.mktemp("killed") / "ranker"
     training = (*prepared.training, "--output", ranker, "--resources.workers", WORKERS)
@@ -338,6 +340,7 @@ def test_the_data_base_holds_the_lineage_from_the_pool_to_the_corpus(made, track
     assert all(fingerprints[kind] in note for kind in ("ranker", "encoder", "tokenizer", "corpus"))
 
 
+@pytest.mark.long  # 72 s on two slow cores; test_serve_files.py starts a service
 def test_the_service_ranks_the_candidates_of_a_request(made, port):
     (file,) = open_artifact(f"{made.work}/corpus", "corpus").files("valid/", ".parquet")
     example = pq.read_table(file).to_pylist()[0]
@@ -352,6 +355,7 @@ def test_the_service_ranks_the_candidates_of_a_request(made, port):
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.long
 def test_the_service_ranks_a_pool(made, port):
     context = ["how is work going ?"]
     status, body = ask(port, "POST", "/rank", {"context": context, "pool": "replies", "top_k": 5})
@@ -374,6 +378,7 @@ def test_the_service_ranks_a_pool(made, port):
     assert [result["score"] for result in given["results"]] == pytest.approx(scores, rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_service_refuses_what_it_does_not_serve(port):
     status, body = ask(port, "POST", "/rank", {"context": ["hi"], "pool": "nope"})
     assert (status, body["error"]["code"]) == (404, "unknown_pool")

@@ -190,6 +190,7 @@ def test_a_dump_that_is_cut_off_is_refused_in_one_line(run_job_here, documents, 
     assert "its 56 whole pages are used" in kept["notes"][0]
 
 
+@pytest.mark.long  # 14 s on two slow cores; test_wikipedia_xml.py reads the same dump to its last page
 @pytest.mark.shared
 def test_the_real_dumps_make_a_corpus_for_search(prepare, shared):
     corpus = prepare("wikipedia", [shared / "data" / "wikipedia" / "xml_dump"], *SEARCH)
