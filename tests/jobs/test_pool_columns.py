@@ -35,9 +35,7 @@ def build(run_job_here, tiny_ranker, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", "language"),
         ("language", "language, year"),
-        ("language, year", "language"),
         ("language, year", "year, language"),
         ("language", ""),
     ],

@@ -36,7 +36,7 @@ def arguments(corpus, teachers, output, candidates=3):
             "--teaching.random-candidates", candidates)  # fmt: skip
 
 
-@pytest.mark.parametrize("architectures", [["cross"], ["poly"], ["cross", "poly", "bi"]])
+@pytest.mark.parametrize("architectures", [["cross"], ["cross", "poly", "bi"]])
 def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
     run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, architectures
 ):

@@ -89,7 +89,7 @@ def test_a_file_of_several_frames_is_read_to_its_end(file, name):
 
 
 @compressed
-@pytest.mark.parametrize("padding", [4, 8, 512, 300_000])
+@pytest.mark.parametrize("padding", [4, 300_000])
 def test_zeros_behind_a_frame_are_no_part_of_it(file, name, padding):
     """xz pads its streams, tapes fill their blocks."""
     pack = FORMATS[name]

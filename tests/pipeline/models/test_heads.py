@@ -457,7 +457,7 @@ words = st.lists(st.integers(0, 199).map(lambda number: f"w{number}"), max_size=
 turns = st.lists(words, max_size=4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(turns, min_size=1, max_size=4), st.lists(words, min_size=1, max_size=4), st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_depend_on_nothing_but_the_two_texts(rankers, kind, contexts, candidates, data):

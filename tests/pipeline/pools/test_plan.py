@@ -108,7 +108,7 @@ def make(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(rows_lists)
 def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
     made, kept, _ = make(rows)
@@ -119,7 +119,7 @@ def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(rows_lists, rows_lists)
 def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(make, rows, old):
     made, kept, places_before = make(rows, old)
@@ -137,7 +137,7 @@ def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(rows_lists, rows_lists)
 def test_only_the_same_rows_are_no_change(make, rows, old):
     made, kept, _ = make(rows, old)
@@ -145,7 +145,7 @@ def test_only_the_same_rows_are_no_change(make, rows, old):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(rows_lists, st.integers(1, 6))
 def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
     made, kept, _ = make(rows, rows_per_shard=size)
@@ -161,7 +161,7 @@ valued_lists = st.lists(valued, min_size=1, max_size=14)
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(valued_lists, valued_lists, st.booleans())
 def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, same_columns):
     def contents_of(rows_of_three):
@@ -218,7 +218,7 @@ def test_long_texts_make_shards_of_fewer_rows(make, monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)  # each plans a pool, in 50 ms
+@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(rows_lists, st.integers(1, 5), st.lists(st.sampled_from("abcdefgh"), max_size=4))
 def test_texts_are_chosen_by_their_hashes_and_looked_for_by_them(make, rows, count, wanted):
     keys = [content_hash(text)[:16] for text in wanted]
@@ -303,7 +303,7 @@ BEFORE = [("2", "b"), ("3", "x"), ("9", "d")]
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(rows_lists, rows_lists)
 def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
     now, was = dict(one_by_one(rows)[0]), dict(one_by_one(old)[0])
@@ -334,6 +334,7 @@ def test_a_small_pool_is_planned_in_the_process_of_the_driver(make, monkeypatch)
     assert verdicts.is_small(sources.candidates, sources.before)
 
 
+@pytest.mark.long  # 8 s on two slow cores; test_run.py has tasks of a cluster
 def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(verdicts, "_SMALL_ROWS", 0)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)

@@ -107,8 +107,10 @@ def layouts(tiny):
     }
 
 
-@pytest.mark.parametrize("responses", [2, 9, 30, 90])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "responses"),
+    [*zip(LAYOUTS, (2, 9, 30, 90), strict=True), *zip(LAYOUTS, (90, 30, 9, 2), strict=True)],
+)
 def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
     tiny, layouts, layout, responses
 ):

@@ -114,8 +114,7 @@ def test_what_is_compared(corpus_of, clean, text, kept):
     assert set(done.rows) == set(kept)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("text", ["example", "pair", "response"])
+@pytest.mark.parametrize(("seed", "text"), [(0, "example"), (1, "pair"), (2, "response")])
 def test_exact_duplicates_are_those_of_plain_python(corpus_of, clean, seed, text):
     rows = some_examples(seed)
     groups = {}
@@ -166,8 +165,7 @@ def clusters_of(rows, threshold, text="example"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("text", ["example", "pair", "response"])
+@pytest.mark.parametrize(("seed", "text"), [(0, "example"), (1, "pair"), (2, "response")])
 def test_near_duplicates_are_those_of_all_pairs_compared(corpus_of, clean, seed, text):
     rows = some_examples(seed)
     clusters = clusters_of(rows, THOROUGH.threshold, text)
