@@ -222,7 +222,7 @@ def _key(text: str) -> str:
 def _repetition_notes(train: Sequence[Labelled]) -> list[str]:
     """Says how many texts count twice, as those of a file's copy or of a smaller variant of it do."""
     count = len(train) - len({(_key(row.text), row.intent) for row in train})
-    return [f"of {len(train):,} texts to train on, there a second time: {count:,}"] if count else []
+    return [f"of {len(train):,} texts to train on, repeats of others: {count:,}"] if count else []
 
 
 def _overlap_notes(train: Sequence[Labelled], tested: Sequence[Labelled]) -> list[str]:

@@ -163,7 +163,7 @@ def test_texts_with_two_intents_are_reported(read):
 def test_texts_that_are_trained_on_twice_are_reported(read):
     found = read({"train.csv": HEAD + rows("pay", 20) + rows("block", 20),
                   "train_5.csv": HEAD + rows("pay", 5), "test.csv": HEAD + "else,pay\n"})  # fmt: skip
-    assert found.notes == ("of 45 texts to train on, there a second time: 5", ALL_IN_SCOPE)
+    assert found.notes == ("of 45 texts to train on, repeats of others: 5", ALL_IN_SCOPE)
 
 
 def test_asked_texts_that_are_trained_on_are_reported(read):
