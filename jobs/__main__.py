@@ -36,9 +36,9 @@ def main() -> None:
     command = "python -m jobs" if Path(sys.argv[0]).name == "__main__.py" else "polyrank"
     word, *arguments = sys.argv[1:] or ["--help"]
     if word in ("--help", "-h", "help"):
-        print(_help_text(command))
+        _print(_help_text(command))
     elif word == "--version":
-        print(f"polyrank {_version()}")
+        _print(f"polyrank {_version()}")
     elif (verb := word.replace("-", "_")) in VERBS:
         program.command_of_verb = f"{command} {{}}"
         sys.argv = [f"{command} {verb}", *arguments]
@@ -49,6 +49,11 @@ def main() -> None:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         print(f"{command}: {word!r} is no verb; {hint}{command} --help lists them", file=sys.stderr)
         sys.exit(2)
+
+
+def _print(text: str) -> None:
+    if not program.say(text, sys.stdout):
+        sys.exit(program.SIGPIPE)
 
 
 def first_sentence(verb: str) -> str:

@@ -36,7 +36,7 @@ OUTPUT: Mapping[str, Any] = MappingProxyType({**NOT_IDENTITY, "output": True})
 """The `metadata` of an option that names what a job writes. It is no part of the job's identity, and
 jobs.submit refuses a folder of this machine."""
 
-_SIGPIPE = 128 + 13
+SIGPIPE = 128 + 13
 """The exit code of a program whose output nobody reads any more."""
 
 command_of_verb = "python -m jobs.{}"
@@ -50,7 +50,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
 
     def fail(error: BadInput | Stopped, code: int) -> NoReturn:
         text = " ".join(str(error).split())
-        _say(f"{program}: {text}", sys.stderr)
+        say(f"{program}: {text}", sys.stderr)
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             _print_summary({"job": name, "exit_code": code, "error": text})
         sys.exit(code)
@@ -71,7 +71,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
-            sys.exit(_SIGPIPE)
+            sys.exit(SIGPIPE)
         if refusal := cause_of(error, BadInput):
             fail(refusal, 2)
         if stopped := cause_of(error, Stopped):
@@ -88,9 +88,9 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         message = f"runs and curves: mlflow ui --backend-store-uri {store}"
-        _say(message, sys.stderr)
+        say(message, sys.stderr)
     if not _print_summary({"job": name, **summary}):
-        sys.exit(_SIGPIPE)
+        sys.exit(SIGPIPE)
 
 
 def said_by_job(output: str, name: str, code: int) -> bool:
@@ -138,10 +138,10 @@ def in_words(summary: Summary) -> str:
 
 def _print_summary(summary: Summary) -> bool:
     line = in_words(summary) if sys.stdout.isatty() else json.dumps(summary, ensure_ascii=False)
-    return _say(line, sys.stdout)
+    return say(line, sys.stdout)
 
 
-def _say(line: str, stream: TextIO) -> bool:
+def say(line: str, stream: TextIO) -> bool:
     """Prints a line. False: its reader has left, as `head` does, or was killed."""
     try:
         print(line, file=stream, flush=True)

@@ -162,7 +162,7 @@ def parse(
             _require_read(config, normal, files)
         return config
     except ArgumentError as error:
-        raise BadInput(_in_file(faults.one_line(error), normal, files)) from None
+        raise BadInput(_in_file(faults.one_line(error, prog, positional), normal, files)) from None
     except BadInput as error:
         raise BadInput(_in_file(str(error), normal, files)) from None
 

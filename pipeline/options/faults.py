@@ -14,8 +14,9 @@ import yaml
 _SHOWN = 3  # of the nearest options
 
 
-def one_line(error: ArgumentError) -> str:
-    """The parser's error: the option, the value and what is allowed."""
+def one_line(error: ArgumentError, prog: str, positional: str) -> str:
+    """The parser's error: the option, the value and what is allowed. `positional`: the option that is typed
+    without its name, or ""."""
     text = " ".join(str(error).split())
     wrong_type = re.match(r"Parser key \"(.+?)\": Expected an? (.+?)\. Got value: (.*)", text)
     if wrong_type:
@@ -28,6 +29,9 @@ def one_line(error: ArgumentError) -> str:
             name, value, re.findall(r"- Expected an? (.+?)(?=\.? - | Given value)", text)
         )
     missing = re.match(r"the following arguments are required: (.*)", text)
+    if missing and positional in missing[1].split(", "):
+        word = positional.upper()
+        return f"{word}: missing, as in: {prog} {word}; see --help"
     if missing:
         return f"--{missing[1].replace(', ', ', --')}: missing; see --help"
     return re.sub(r"^Parser key \"config\": ", "--config: ", text)

@@ -38,6 +38,16 @@ def polyrank(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_reader_that_leaves_early_is_no_fault(word):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jobs", word]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_every_job_is_a_verb_and_has_a_line_of_help():
     assert set(command.VERBS) == JOBS
     for verb in command.VERBS:

@@ -175,6 +175,19 @@ def test_a_missing_option_is_named():
     assert refusal("--max-steps 1").startswith("--input: missing")
 
 
+def test_a_missing_word_is_named_as_it_is_typed():
+    @dataclass(frozen=True, kw_only=True)
+    class Typed:
+        """A job."""
+
+        POSITIONAL = "table"
+        table: str
+        """A file."""
+
+    with pytest.raises(BadInput, match=r"^TABLE: missing, as in: polyrank faq TABLE; see --help$"):
+        parse(Typed, [], "polyrank faq")
+
+
 @pytest.mark.parametrize(("text", "says"), [
     ("keep: true\nmax_steps: [1\ninner: {}\n", ", line 3: not YAML"),
     ("keep: true\ninner: share: 1\n", ", line 2: not YAML"),
