@@ -98,6 +98,8 @@ def fastest_form(pool: Pool, contexts: Sequence[Floats], forms: Sequence[Form]) 
 
 def learn(pool: Pool, contexts: Sequence[Floats], form: Form, seconds: float) -> None:
     """Notes what a search of the whole pool took."""
+    if len(pool) <= _FEW_ROWS:  # there is no choice, and a search takes a millisecond
+        return
     tried = _tried[_pool_key(pool, contexts)].setdefault(form, [])
     if len(tried) < _TRIES:
         tried.append(seconds / sum(map(len, contexts)))
