@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import signal
 import sys
@@ -273,20 +272,6 @@ def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors
     assert len(said) == 1, said
     assert said[0].startswith("python -m jobs.job: fill: [Errno 28] No space left on device: ")
     assert said[0].endswith("the same command resumes when it can write")
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_workers_of_tasks_load_no_torch(out):
-    """It takes 1.4 s and 200 MB of every worker, of which corpora need thousands."""
-
-    def work(draft, name, argument):
-        for module in argument:
-            importlib.import_module(f"pipeline.corpora.{module}")
-        loaded = {"torch", "mlflow", "transformers"} & set(sys.modules)
-        return TaskRecord(notes=sorted(loaded))
-
-    tasks = {"a": ("reddit", "file_tasks", "dedup.near")}
-    assert [record.notes for record in run_tasks(out, tasks, work, "-", TaskRecord)] == [[]]
 
 
 @pytest.mark.usefixtures("local_ray")
