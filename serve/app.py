@@ -225,8 +225,8 @@ class Ranker:
         )  # fmt: skip
         try:
             if engine.model.fingerprint != versions.fingerprint:
-                raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
-                               f"{versions.fingerprint}")  # fmt: skip
+                now = engine.model.fingerprint
+                raise BadInput(f"{versions.model}: is {now} now, not {versions.fingerprint}")
             asyncio.run(self._service.rehearse(engine, time.monotonic() + _REHEARSAL_S))
         except BaseException:
             engine.close()
@@ -310,7 +310,8 @@ class _DeployedShard:
             except RayActorError:  # its replica has died under it: another one may live
                 return await self._handle.search.remote(query)  # type: ignore[no-any-return]
         except BackPressureError:
-            return Refusal("overloaded", "a shard of the pool has too much to do", None, 1.0)
+            message = "a shard of the pool has too much to do"
+            return Refusal("overloaded", message, retry_after_s=1.0)
         except (RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
 

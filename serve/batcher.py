@@ -36,7 +36,7 @@ from typing import Any
 from cachetools import TTLCache
 
 from serve import tracing
-from serve.refusals import Refusal, overload_refusal, too_late_refusal
+from serve.refusals import Refusal
 
 _BULK = 4.0
 """Beside interactive requests, bulk requests get a fifth of the time."""
@@ -262,12 +262,13 @@ class Batcher:
     def refusal(self, deadline: float, is_bulk: bool = False, own_s: float = 0.0) -> Refusal | None:
         """The refusal that a request of the current sender would get now, or None."""
         left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return too_late_refusal()
+        if left_s <= 0:  # as overloaded, clients would send it again
+            return Refusal("too_late")
         waiting_s = self._waiting_s(is_bulk, own_s)
         if waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
-        return overload_refusal(waiting_s)
+        message = f"{waiting_s:.1f} s of work are waiting"
+        return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
 
     def _sum_anew(self) -> None:
         """After a change of what was spent, or of a mean."""
@@ -309,7 +310,7 @@ class Batcher:
         token = _part.set(part)
         try:
             yield is_first
-            if part.spent_s:  # or a filter has left nothing to search
+            if part.spent_s:
                 mean.add(part.spent_s / cost)
         finally:
             _part.reset(token)
@@ -325,7 +326,7 @@ class Batcher:
         if not rows:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
-            raise too_late_refusal()
+            raise Refusal("too_late")
         part = _part.get() or _Part(_Queue(1.0))
         since, queue = time.monotonic(), part.queue
         call = _Call(stage, rows, costs, part, asyncio.get_running_loop().create_future(), since)
@@ -344,7 +345,7 @@ class Batcher:
             return results
         except TimeoutError:
             if timer.expired():
-                raise too_late_refusal() from None
+                raise Refusal("too_late") from None
             raise
 
     def _work(self) -> None:

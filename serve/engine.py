@@ -58,7 +58,7 @@ class PoolQuery(NamedTuple):
     vectors_MD: Tensor
     mask_M: Tensor
     top_k: int
-    among: Bools | None
+    among: Bools | None = None
     """[rows of the pool] true for the rows to search; None: all."""
 
 
@@ -290,8 +290,7 @@ class Engine:
         self._check_vectors(pool.artifact.uri, canaries)
         contexts = self.ranker.context_rows([[canary.text] for canary in canaries])
         queries = [
-            PoolQuery(*context_vectors, 10, None)
-            for context_vectors in self._encode_contexts(contexts)
+            PoolQuery(*context_vectors, 10) for context_vectors in self._encode_contexts(contexts)
         ]
         for answer in self.searches[pool.name].run(queries):
             if not all(math.isfinite(result.score) for result in answer.results):

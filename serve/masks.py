@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import threading
-from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from cachetools import LRUCache
+from cachetools import LRUCache, cached
 
 from pipeline.arrays import Bools
 from pipeline.pools.pool import Pool
@@ -44,7 +42,8 @@ class Masks:
             return min(most_bytes, mask.nbytes + ENTRY_BYTES)
 
         self._masks: LRUCache[bytes, Bools] = LRUCache(most_bytes, size)
-        self._lock = threading.Lock()
+        # One array for equal filters, because they are searched together.
+        self._select = cached(self._masks, _digest, threading.Lock())(_select)
 
     @property
     def bytes(self) -> int:
@@ -52,21 +51,17 @@ class Masks:
         return int(self._masks.currsize)
 
     async def allowed_rows(self, pool: Pool, rows: RowFilter) -> Bools | None:
-        """The mask of a pool's rows that pass a filter; None: all rows.
+        """The mask of a pool's rows that pass a filter; None: all rows. It is made beside the event loop,
+        because it reads all rows of a pool.
 
         Raises BadInput for a column that the pool does not keep.
         """
-        if rows == ALL_ROWS:
-            return None
-        select = functools.partial(filters.select, pool, rows.allow, rows.deny, dict(rows.where))
-        return await self.get((pool.artifact.uri, rows), select)
+        return None if rows == ALL_ROWS else await asyncio.to_thread(self._select, pool, rows)
 
-    async def get(self, filter_key: Hashable, make: Callable[[], Bools]) -> Bools:
-        """The mask of a filter; it is made beside the event loop, because it reads all rows of a pool."""
-        key = hashlib.sha256(repr(filter_key).encode()).digest()
-        with self._lock:
-            if (known := self._masks.get(key)) is not None:
-                return known
-        mask = await asyncio.get_running_loop().run_in_executor(None, make)
-        with self._lock:  # one array, because equal filters are searched together
-            return self._masks.setdefault(key, mask)
+
+def _digest(pool: Pool, rows: RowFilter) -> bytes:
+    return hashlib.sha256(repr((pool.artifact.uri, rows)).encode()).digest()
+
+
+def _select(pool: Pool, rows: RowFilter) -> Bools:
+    return filters.select(pool, rows.allow, rows.deny, dict(rows.where))

@@ -42,26 +42,18 @@ REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "uns
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """Raised to answer a request with an error."""
+    """Raised to answer a request with an error. Without a message it has the code's explanation."""
 
     code: str
-    message: str
+    message: str = ""
     field: str | None = None
     retry_after_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.message = self.message or CODES[self.code].text
+
     def __str__(self) -> str:
         return self.message
-
-
-def overload_refusal(waiting_s: float) -> Refusal:
-    """The refusal of a request because too much work is waiting."""
-    message = f"{waiting_s:.1f} s of work are waiting"
-    return Refusal("overloaded", message, None, max(1.0, waiting_s))
-
-
-def too_late_refusal() -> Refusal:
-    """The refusal of a request whose deadline is over. Clients do not send such a request again."""
-    return Refusal("too_late", "the request's time was over before it was computed")
 
 
 def require_at_most(limits: Limits, field: str, count: int, limit: str = "candidates") -> None:

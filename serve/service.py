@@ -6,7 +6,6 @@ A query takes one engine at its beginning and uses no other, so no answer mixes 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from serve.engine import (
 )
 from serve.intents import Intents
 from serve.masks import ALL_ROWS, RowFilter
-from serve.refusals import CODES, Refusal
+from serve.refusals import Refusal
 from serve.shards import ShardQuery
 
 ResultT = TypeVar("ResultT")
@@ -191,8 +190,8 @@ class Service:
 
     async def _answer(self, query: RankQuery, deadline: float, engine: Engine) -> RankAnswer:
         if query.explain and not engine.has_vectors:
-            raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
-                          "allowed: false", "explain")  # fmt: skip
+            message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
+            raise Refusal("invalid_request", message, "explain")
         if query.pool is None:
             return await self._rank_candidates(engine, query, deadline)
         _require_pool(engine, query.pool)
@@ -275,9 +274,8 @@ class Service:
     async def _explain(
         self, engine: Engine, ranking: ExplainableRanking, deadline: float
     ) -> Explained:
-        explained: list[Explained] = await self.batcher.run(
-            engine.explanations, [ranking], [len(ranking.row)], deadline
-        )
+        size, stage = len(ranking.row), engine.explanations
+        explained: list[Explained] = await self.batcher.run(stage, [ranking], [size], deadline)
         return explained[0]
 
     async def candidate_vectors(
@@ -311,7 +309,7 @@ class Service:
         Raises Refusal where none is served, too much is waiting, or the deadline is over."""
         intents = (engine or self.choose_engine()).intents
         if intents is None:
-            raise Refusal("no_classifier", CODES["no_classifier"].text)
+            raise Refusal("no_classifier")
         distinct_texts = list(dict.fromkeys(texts))
         rows = await self._tokenize(intents.rows, distinct_texts)
         classified = await self._run_alone(intents.stage, rows, deadline)
@@ -323,26 +321,13 @@ class Service:
     ) -> RankAnswer:
         """`is_admitted`: it belongs to a list, whose first part was admitted; for the shards."""
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        pools = engine.pools
-        answer = functools.partial(
-            RankAnswer,
-            engine=engine,
-            pool=name,
-            pool_version=(pools if name in pools else engine.sharded)[name].version,
-            candidates=engine.pool_rows[name],
-            context_tokens=len(row),
-        )
-        row_mask = None
-        if name in pools:
-            row_mask = await engine.masks.allowed_rows(pools[name], query.rows)
-            if row_mask is not None and not row_mask.any():
-                return answer([], True)
         ((vectors_MD, mask_M),) = await self.batcher.run(
             engine.contexts, [row], [len(row)], deadline
         )
-        top_k = _search_depth(engine, query)
+        top_k, pool = _search_depth(engine, query), engine.pools.get(name)
         found: PoolAnswer
-        if name in pools:
+        if pool is not None:
+            row_mask = await engine.masks.allowed_rows(pool, query.rows)
             pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
             (found,) = await self.batcher.run(
                 engine.searches[name], [pool_query], [search_cost(top_k)], deadline
@@ -360,14 +345,22 @@ class Service:
             places = [result.index for result in results]
 
             def candidates() -> torch.Tensor:
-                if name in pools:
-                    return torch.from_numpy(vectors_at(pools[name], places))
+                if pool is not None:
+                    return torch.from_numpy(vectors_at(pool, places))
                 return torch.from_numpy(np.stack([found.vectors[place] for place in places]))
 
             ranking = ExplainableRanking(row, vectors_MD, mask_M, candidates)
             explained = await self._explain(engine, ranking, deadline)
-        return answer(
-            results, found.certified, explained=explained, missing_shards=found.missing_shards
+        return RankAnswer(
+            results,
+            found.certified,
+            engine,
+            pool=name,
+            pool_version=engine.sharded[name].version if pool is None else pool.version,
+            explained=explained,
+            missing_shards=found.missing_shards,
+            candidates=engine.pool_rows[name],
+            context_tokens=len(row),
         )
 
     async def _rerank(

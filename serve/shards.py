@@ -46,9 +46,8 @@ from serve.refusals import Refusal
 from serve.versions import RefusedPool
 
 OnMissingShard = Literal["refuse", "answer"]
-_VERSIONS = (
-    4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
-)
+_VERSIONS = 4
+"""Versions of a pool that a shard keeps open: the old, the new, and those of a candidate model."""
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -110,12 +109,10 @@ class PoolShard:
 
     async def open(self, version: str) -> ShardFacts | Refusal:
         """Opens the shard of a version, and checks its files, unless it is open."""
-        loop = asyncio.get_running_loop()
         try:
-            shard = await loop.run_in_executor(self._opening, self.preload, version)
+            pool = (await self._opened(version)).pool
         except (BadInput, OSError) as error:
             return Refusal("invalid_request", str(error).splitlines()[0])
-        pool = shard.pool
         return ShardFacts(describe(pool), pool.filter_columns, pool.canaries(CANARIES))
 
     def preload(self, version: str) -> _OpenShard:
@@ -133,6 +130,13 @@ class PoolShard:
             close_later(old_shard.close)
         return shard
 
+    async def _opened(self, version: str) -> _OpenShard:
+        """The shard of a version, which is opened beside the event loop unless it is open."""
+        if (shard := self._find(version)) is not None:
+            return shard
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._opening, self.preload, version)
+
     def _find(self, version: str) -> _OpenShard | None:
         with self._lock:
             if version in self._open_shards:
@@ -147,14 +151,11 @@ class PoolShard:
         Raises ShardUnavailable where the version cannot be opened.
         """
         deadline = time.monotonic() + query.timeout_s
-        shard = self._find(query.version)
-        if shard is None:
-            loop = asyncio.get_running_loop()
-            try:
-                shard = await loop.run_in_executor(self._opening, self.preload, query.version)
-            except (BadInput, OSError) as error:
-                _log.warning("%s: cannot be opened: %s", query.version, error)
-                raise ShardUnavailable("it cannot open the version") from None
+        try:
+            shard = await self._opened(query.version)
+        except (BadInput, OSError) as error:
+            _log.warning("%s: cannot be opened: %s", query.version, error)
+            raise ShardUnavailable("it cannot open the version") from None
         try:
             return await self._search(shard, query, deadline)
         except Refusal as refusal:
@@ -168,10 +169,8 @@ class PoolShard:
         SENDER.set(query.sender)
         name = f"search {shard.pool.name}"
         with self.batcher.admit(name, search_share(query.top_k), deadline, query.is_admitted):
-            row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
-            if row_mask is not None and not row_mask.any():
-                return PoolAnswer([], True)
             vectors_MD, mask_M = map(torch.from_numpy, (query.vectors_MD, query.mask_M))
+            row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
             pool_query = PoolQuery(vectors_MD, mask_M, query.top_k, row_mask)
             stage, cost = shard.searches(query.attention), search_cost(query.top_k)
             (answer,) = await self.batcher.run(stage, [pool_query], [cost], deadline)
@@ -276,7 +275,7 @@ class ShardedPool:
         if missing and (self._on_missing == "refuse" or not answered):
             numbers = ", ".join(map(str, missing))
             message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
-            raise Refusal("shard_missing", message, None, 1.0)
+            raise Refusal("shard_missing", message, retry_after_s=1.0)
         results = heapq.nsmallest(
             query.top_k,
             (result for answer in answered for result in answer.results),
@@ -295,8 +294,7 @@ class ShardedPool:
                 answer = await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
-                message = "the request's time was over before a shard answered"
-                raise Refusal("too_late", message) from None
+                raise Refusal("too_late") from None
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
             self._count_missing(self.name, number)
             return None

@@ -28,7 +28,7 @@ from serve.http.errors import error_responses
 from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import MAX_REQUESTS, Limits
-from serve.refusals import CODES, REFUSALS, Refusal, require_at_most
+from serve.refusals import REFUSALS, Refusal, require_at_most
 from serve.service import RankAnswer, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
@@ -91,7 +91,7 @@ def create_app(
 
     def require_service() -> Service:
         if service is None:
-            raise Refusal("not_ready", "no model is loaded", None, 1.0)
+            raise Refusal("not_ready", retry_after_s=1.0)
         return service
 
     @app.post(
@@ -170,7 +170,7 @@ def create_app(
     async def ready() -> Health:
         """Whether a model is loaded and computes."""
         if await require_service().problem():
-            raise Refusal("not_ready", CODES["not_ready"].text, None, 1.0)
+            raise Refusal("not_ready", retry_after_s=1.0)
         return Health(status="ok")
 
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))

@@ -32,7 +32,7 @@ from serve.engine import Engine
 from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
 from serve.limits import MAX_TIMEOUT_MS, Limits
-from serve.refusals import CODES, Refusal, too_late_refusal
+from serve.refusals import Refusal
 
 TIMEOUT = "x-timeout-ms"
 MODEL = "x-polyrank-model"
@@ -114,8 +114,8 @@ class Guard:
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
         sender, state = "", scope.setdefault("state", {})
         state["request_id"] = request_id
-        answer = _Answer(send, state, scope["method"] == "HEAD")
-        if scope["method"] == "HEAD":
+        answer = _Answer(send, state)
+        if scope["method"] == "HEAD":  # the server leaves the body out
             scope = {**scope, "method": "GET"}
         try:
             sender = self._check_token(scope, headers)
@@ -128,7 +128,8 @@ class Guard:
                 read_at = time.monotonic()
                 try:
                     if body is not None:
-                        self._refuse_early(state["deadline"])
+                        if refusal := self._refusal(state["deadline"]):
+                            raise refusal  # before it is parsed
                         body = self._decoded(headers, body, hold)
                 except Refusal as refusal:
                     await errors.response(refusal)(scope, receive, answer)
@@ -159,7 +160,7 @@ class Guard:
         if _needs_no_token(scope):
             return ""
         if (sender := self._tokens.sender(headers.get("authorization", ""))) is None:
-            raise Refusal("unauthorized", CODES["unauthorized"].text)
+            raise Refusal("unauthorized")
         address = str((scope.get("client") or ("", 0))[0])
         if not (sender or _is_safe_host(address, headers.get("host", ""))):
             raise Refusal("invalid_request", _WRONG_HOST, "host")
@@ -174,15 +175,8 @@ class Guard:
         saved = min(most, saved + rate * (now - since))
         if saved < 1:
             message = f"a sender may ask {rate:g} times a second"
-            raise Refusal("overloaded", message, None, (1 - saved) / rate)
+            raise Refusal("overloaded", message, retry_after_s=(1 - saved) / rate)
         self._rates[sender] = saved - 1, now
-
-    def _refuse_early(self, deadline: float) -> None:
-        """Raises the refusal of a request before it is parsed, if there is one."""
-        if deadline <= time.monotonic():
-            raise too_late_refusal()
-        if refusal := self._refusal(deadline):
-            raise refusal
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -211,8 +205,7 @@ class Guard:
             if answer.status:  # too late to say so
                 raise
             _log.exception("%s failed", _logged_path(scope))
-            refusal = Refusal("internal", CODES["internal"].text)
-            await errors.response(refusal)(scope, receive, answer)
+            await errors.response(Refusal("internal"))(scope, receive, answer)
 
     @contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
@@ -227,7 +220,7 @@ class Guard:
             is_full = self._held_bytes > self._limits.all_bodies_bytes
             if is_full and held > _SMALL_BODY_BYTES:
                 message = "the bodies of other requests take the memory"
-                raise Refusal("overloaded", message, None, 1.0)
+                raise Refusal("overloaded", message, retry_after_s=1.0)
 
         try:
             yield hold
@@ -245,12 +238,9 @@ class Guard:
             raise Refusal("too_large", f"the body has {int(length):,} bytes; allowed: {most:,}")
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
-            raise Refusal("unsupported_media_type",
-                          "content-type: allowed: application/json", "content-type")  # fmt: skip
-        encoding = headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity", "gzip", "x-gzip"):
-            raise Refusal("unsupported_media_type", "content-encoding: allowed: gzip, or none",
-                          "content-encoding")  # fmt: skip
+            raise _unsupported("content-type", "application/json")
+        if _encoding(headers) not in ("", "identity", "gzip", "x-gzip"):
+            raise _unsupported("content-encoding", "gzip, or none")
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
@@ -259,13 +249,13 @@ class Guard:
                     body += part
                     self._require_size(body)
         except TimeoutError:
-            raise Refusal("upload_too_slow",
-                          f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
+            message = f"the body was not there after {self._limits.upload_s:g} s"
+            raise Refusal("upload_too_slow", message) from None
         return bytes(body)
 
     def _decoded(self, headers: Headers, body: bytes, hold: Callable[[int], None]) -> bytes:
         """The body without its compression. Raises Refusal."""
-        if not headers.get("content-encoding", "").strip().lower().endswith("gzip"):
+        if not _encoding(headers).endswith("gzip"):
             return body
         decoder = zlib.decompressobj(wbits=31)
         try:
@@ -275,9 +265,7 @@ class Guard:
         self._require_size(decoded)
         if not decoder.eof:
             raise Refusal("invalid_json", "the body's gzip is truncated")
-        if decoder.unused_data.strip(
-            b"\0"
-        ):  # to read it all takes the square of the number of members
+        if decoder.unused_data.strip(b"\0"):  # to read all takes the square of their number
             raise Refusal("invalid_json", "the body's gzip has several members; allowed: one")
         hold(len(decoded) - len(body))
         return decoded
@@ -288,11 +276,10 @@ class Guard:
 
 
 class _Answer:
-    """Sends the answer of a request with its id and its model, and without a body for HEAD.
-    `status`: 0 until it begins."""
+    """Sends the answer of a request with its id and its model. `status`: 0 until it begins."""
 
-    def __init__(self, send: Send, state: Mapping[str, Any], is_head: bool) -> None:
-        self._send, self._state, self._is_head = send, state, is_head
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+        self._send, self._state = send, state
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
@@ -302,9 +289,16 @@ class _Answer:
             headers["x-request-id"] = self._state["request_id"]
             if "model" in self._state:
                 headers[MODEL] = self._state["model"]
-        elif message["type"] == "http.response.body" and self._is_head:
-            message = {**message, "body": b""}
         await self._send(message)
+
+
+def _encoding(headers: Headers) -> str:
+    """The compression of a body."""
+    return headers.get("content-encoding", "").strip().lower()
+
+
+def _unsupported(header: str, allowed: str) -> Refusal:
+    return Refusal("unsupported_media_type", f"{header}: allowed: {allowed}", header)
 
 
 async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:

@@ -100,11 +100,10 @@ def add_routes(
             meta=Meta(api_version=ApiVersion(version=version)),
         )
 
-    @app.post(
-        "/rerank",
-        responses=error_responses(*REFUSALS, "unknown_model"),
-        response_model_exclude_none=True,
-    )
+    refusals = error_responses(*REFUSALS, "unknown_model")
+    reranking: dict[str, Any] = {"responses": refusals, "response_model_exclude_none": True}
+
+    @app.post("/rerank", **reranking)
     async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
@@ -117,20 +116,12 @@ def add_routes(
             for place, score in best_first
         ]
 
-    @app.post(
-        "/v1/rerank",
-        responses=error_responses(*REFUSALS, "unknown_model"),
-        response_model_exclude_none=True,
-    )
+    @app.post("/v1/rerank", **reranking)
     async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
         return await rerank_documents(body, request, "1")
 
-    @app.post(
-        "/v2/rerank",
-        responses=error_responses(*REFUSALS, "unknown_model"),
-        response_model_exclude_none=True,
-    )
+    @app.post("/v2/rerank", **reranking)
     async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Version 2 of Cohere's format."""
         return await rerank_documents(body, request, "2")
@@ -145,11 +136,7 @@ def add_routes(
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
-    @app.post(
-        "/v1/embeddings",
-        responses=error_responses(*REFUSALS, "unknown_model"),
-        response_model=EmbeddingsResponse,
-    )
+    @app.post("/v1/embeddings", responses=refusals, response_model=EmbeddingsResponse)
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
         service = require_model(body.model)
@@ -238,13 +225,15 @@ async def _encode_texts(
     engine, deadline = name_engine(request, service.champion), request.state.deadline
     config = engine.ranker.config
     if not config.has_vectors:
-        raise Refusal("invalid_request", "model: a cross-encoder has no vectors; allowed: /rank, "
-                      "and the formats that rerank")  # fmt: skip
-    asked = "dimensions" if body.dimensions else "output_dimension"
+        message = (
+            "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
+        )
+        raise Refusal("invalid_request", message)
+    field = "dimensions" if body.dimensions else "output_dimension"
     dimensions, width = body.dimensions or body.output_dimension, engine.ranker.dual.dimensions
     if dimensions and dimensions > width:
-        raise Refusal("invalid_request", f"{asked}: {dimensions} is not allowed; allowed: at most "
-                      f"{width}, which the model has", asked)  # fmt: skip
+        allowed = f"at most {width}, which the model has"
+        raise _not_allowed(field, dimensions, allowed)
     if body.context_field is None:
         vectors_ND, tokens = await service.candidate_vectors(engine, texts, deadline)
     elif config.vectors_per_context == 1:
@@ -254,12 +243,16 @@ async def _encode_texts(
     else:
         field, value = body.context_field
         allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
-        raise Refusal("invalid_request", f"{field}: {value!r} is not allowed, as contexts of this "
-                      f"model have {config.vectors_per_context} vectors each; allowed: {allowed}",
-                      field)  # fmt: skip
+        why = f", as contexts of this model have {config.vectors_per_context} vectors each"
+        raise _not_allowed(field, value, allowed, why)
     if dimensions:
         vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
     return vectors_ND, tokens
+
+
+def _not_allowed(field: str, value: object, allowed: str, why: str = "") -> Refusal:
+    message = f"{field}: {value!r} is not allowed{why}; allowed: {allowed}"
+    return Refusal("invalid_request", message, field)
 
 
 def _base64(vectors_ND: Tensor) -> list[str]:

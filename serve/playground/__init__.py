@@ -11,7 +11,7 @@ from typing import Literal
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from serve.refusals import CODES, Refusal
+from serve.refusals import Refusal
 
 _MEDIA = {
     ".html": "text/html",
@@ -55,5 +55,5 @@ def install(app: FastAPI, opens: Literal["dialogue", "query"] = "dialogue") -> N
     @app.get("/playground/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in files or name == _PAGE:
-            raise Refusal("not_found", CODES["not_found"].text)
+            raise Refusal("not_found")
         return answer(name)

@@ -9,15 +9,16 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.masks import ENTRY_BYTES, Masks
+from serve.masks import ENTRY_BYTES, Masks, RowFilter
 from serve.refusals import Refusal
 
 from .conftest import Clock, run
@@ -80,14 +81,6 @@ def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
     gate = Gate(cost=10)
     run(behind(gate, batcher, lambda: [batcher.run(gate.stage, ["a", "b"], [50, 1], soon())]))
     assert gate.batches == [["first"], ["a"], ["b"]]
-
-
-def test_whoever_comes_first_is_computed_first_whatever_its_deadline(batcher):
-    gate = Gate(cost=1)
-    now = time.monotonic()
-    later = [batcher.run(gate.stage, [s], [1], now + s) for s in (50, 40, 45)]
-    run(behind(gate, batcher, lambda: later))
-    assert gate.batches[1:] == [[50], [40], [45]]
 
 
 async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
@@ -235,39 +228,6 @@ def test_one_requests_failure_is_not_that_of_its_batch(batcher):
     one, zero, two = run(three())
     assert (one, two) == ([1.0], [0.5])
     assert isinstance(zero, ZeroDivisionError)
-
-
-async def let_in(gate: Gate, batcher: Batcher, count: int) -> list[asyncio.Task[Any]]:
-    """So many requests of a unit each, of which the first is being computed."""
-
-    async def request(row: int) -> Any:
-        with batcher.admit("request", 1, soon() + 1000):
-            return await batcher.run(gate.stage, [row], [1], soon())
-
-    waiting = [asyncio.create_task(request(row)) for row in range(count)]
-    await asyncio.to_thread(gate.entered.wait, 60)
-    return waiting
-
-
-def test_so_much_work_is_accepted_and_no_more(batcher):
-    gate = Gate(cost=1)
-    batcher._means["request"].value = 1.0
-
-    async def fill() -> None:
-        waiting = await let_in(gate, batcher, 70)
-        assert batcher._waiting_s(False) == pytest.approx(61)
-        with pytest.raises(Refusal) as refused, batcher.admit("request", 1, soon() + 1000):
-            pass
-        assert refused.value.code == "overloaded"
-        assert refused.value.retry_after_s == pytest.approx(61)
-        gate.opened.set()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [isinstance(one, Refusal) for one in results] == [False] * 61 + [True] * 9
-        assert batcher._waiting_s(False) == 0.0
-        with batcher.admit("request", 1, soon()):  # all is done: nothing of it counts any more
-            pass
-
-    run(fill())
 
 
 def test_a_request_counts_before_its_rows_are_there(batcher):
@@ -470,26 +430,37 @@ def test_batches_that_all_fail_are_noticed_and_one_that_does_not_ends_it(batcher
 # Masks of filters
 
 
-def test_masks_are_kept_up_to_a_number_of_bytes():
-    masks, made = Masks(most_bytes=2 * ENTRY_BYTES + 25), Counter[str]()
+class Filtered:
+    """A pool of ten rows, all of which pass each filter. It counts the filters by their first denied id."""
 
-    def make(name: str) -> np.ndarray:
-        made[name] += 1
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.artifact = SimpleNamespace(uri="pools/replies/v-1")
+        self.selected, self.threads = Counter[str](), set[int]()
+        monkeypatch.setattr("serve.masks.filters.select", self._select)
+
+    def _select(self, pool: Any, allow: Any, deny: Sequence[str], where: Any) -> np.ndarray:
+        self.selected[deny[0]] += 1
+        self.threads.add(threading.get_ident())
         return np.ones(10, bool)
 
+
+def test_masks_are_kept_up_to_a_number_of_bytes_and_made_beside_the_event_loop(monkeypatch):
+    masks, pool = Masks(most_bytes=2 * ENTRY_BYTES + 25), Filtered(monkeypatch)
     for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
-        run(masks.get(name, lambda name=name: make(name)))
-    assert made == {"a": 1, "b": 2, "c": 1}
+        run(masks.allowed_rows(pool, RowFilter(deny=(name,))))
+    assert pool.selected == {"a": 1, "b": 2, "c": 1}
     assert masks.bytes == 2 * ENTRY_BYTES + 20
+    assert threading.get_ident() not in pool.threads
 
 
-def test_masks_take_no_memory_for_the_ids_of_their_filters():
-    masks = Masks()
+def test_masks_take_no_memory_for_the_ids_of_their_filters(monkeypatch):
+    masks, pool = Masks(), Filtered(monkeypatch)
 
     async def fill() -> None:
-        for number in range(500):
+        for number in range(200):
             ids = tuple(f"row {number} {place}" for place in range(200))
-            await masks.get(("pool", (), ids), lambda: np.ones(10, bool))
+            await masks.allowed_rows(pool, RowFilter(deny=ids))
+        pool.selected.clear()
 
     tracemalloc.start()
     try:
@@ -497,16 +468,5 @@ def test_masks_take_no_memory_for_the_ids_of_their_filters():
         taken_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert masks.bytes == 500 * (ENTRY_BYTES + 10)
+    assert masks.bytes == 200 * (ENTRY_BYTES + 10)
     assert taken_bytes < 2 * masks.bytes
-
-
-def test_a_filter_reads_the_rows_beside_the_event_loop():
-    threads: list[int] = []
-
-    def make() -> np.ndarray:
-        threads.append(threading.get_ident())
-        return np.ones(1, bool)
-
-    run(Masks().get("a", make))
-    assert threads != [threading.get_ident()]

@@ -9,18 +9,18 @@ import logging
 import re
 import socket
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from select import select
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from starlette.responses import JSONResponse
 
 from serve.batcher import Batcher
 from serve.http import api, guard
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.guard import Guard
 from serve.limits import Limits
 
 from .conftest import Clock, ask, serving
@@ -56,6 +56,16 @@ def read_answer(connection: socket.socket) -> tuple[int, Any]:
     return int(text.split(b" ")[1]), json.loads(body)
 
 
+@contextmanager
+def connected(app: FastAPI) -> Iterator[socket.socket]:
+    """A connection to an application under a real server."""
+    with (
+        serving(app) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        yield connection
+
+
 def hash_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
@@ -68,10 +78,7 @@ def head(length: int) -> bytes:
 
 
 def test_a_length_above_the_bound_is_refused_before_the_body_is_sent(service):
-    with (
-        serving(api.create_app(service)) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
-    ):
+    with connected(api.create_app(service)) as connection:
         connection.sendall(head(10**9))
         status, answer = read_answer(connection)
     assert (status, answer["error"]["code"]) == (413, "too_large")
@@ -79,10 +86,7 @@ def test_a_length_above_the_bound_is_refused_before_the_body_is_sent(service):
 
 def test_a_client_that_is_still_sending_when_it_is_refused_is_not_cut_off(service):
     rest = b"x" * 3_000_000
-    with (
-        serving(api.create_app(service)) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
-    ):
+    with connected(api.create_app(service)) as connection:
         connection.sendall(head(len(rest)))
         status, _ = read_answer(connection)
         connection.sendall(rest)  # a reset connection would raise here
@@ -90,33 +94,15 @@ def test_a_client_that_is_still_sending_when_it_is_refused_is_not_cut_off(servic
 
 
 def test_a_body_that_does_not_come_is_given_up(service):
-    limits = Limits(upload_s=0.2)
-    with (
-        serving(api.create_app(service, limits)) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
-    ):
+    with connected(api.create_app(service, Limits(upload_s=0.2))) as connection:
         connection.sendall(head(100) + b"{")
         status, answer = read_answer(connection)
     assert (status, answer["error"]["code"]) == (408, "upload_too_slow")
 
 
-def test_slow_senders_hold_nobody_up(service):
-    """32 of them took the service down for all."""
-    with serving(api.create_app(service)) as port:
-        slow = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(40)]
-        for connection in slow:
-            connection.sendall(head(100) + b"{")
-        assert ask(port, "POST", "/rank", GOOD)[0] == 200
-        for connection in slow:
-            connection.close()
-
-
 def test_a_sender_without_a_token_gets_no_body_read(service):
     """200 unknown senders held 398 MiB for 10 s."""
-    with (
-        serving(api.create_app(service, tokens=BearerTokens([HASH]))) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
-    ):
+    with connected(api.create_app(service, tokens=BearerTokens([HASH]))) as connection:
         connection.sendall(head(100))
         status, answer = read_answer(connection)
     assert (status, answer["error"]["code"]) == (401, "unauthorized")
@@ -195,9 +181,7 @@ def test_json_is_json_by_any_of_its_names(client, media):
 # Deadlines
 
 
-@pytest.mark.parametrize(
-    "value", ["0", "-1", "soon", "1.5", "60001", "9" * 100, "000000001" + "0" * 4_300]
-)
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "60001", "000000001" + "0" * 4_300])
 def test_a_timeout_that_is_not_allowed_is_named(client, value):
     response = client.post("/rank", json=GOOD, headers={"x-timeout-ms": value})
     assert (response.status_code, response.json()["error"]["field"]) == (422, "x-timeout-ms")
@@ -231,16 +215,6 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
         assert "retry-after" not in response.headers
 
 
-def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
-    one = asking(tiny_ranker("poly"))
-    client = TestClient(api.create_app(one.service))
-    monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: 61.5)
-    response = client.post("/rank", json=GOOD)
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
-    assert response.headers["retry-after"] == "62"
-    assert client.get("/health").status_code == 200
-
-
 # Tokens
 
 TOKEN = "s3cret"
@@ -255,8 +229,11 @@ def test_a_token_is_needed_where_some_are_set(service):
         response = client.post(**asked, headers={"authorization": value})
         assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
         assert response.headers["www-authenticate"] == "Bearer"
-    assert client.get("/info").status_code == 401
-    assert client.get("/health").status_code == client.get("/ready").status_code == 200
+    for path in ("/", "/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/v1/embeddings"):
+        assert client.post(path, json={}).status_code == 401
+    assert [client.get(path).status_code for path in ("/info", "/v1/models")] == [401, 401]
+    for path in ("/health", "/ready", "/", "/playground/main.js"):
+        assert client.get(path).status_code == 200
 
 
 def test_a_sender_asks_no_more_often_than_is_allowed(service, monkeypatch):
@@ -334,12 +311,6 @@ def test_a_request_id_comes_back_and_a_strange_one_is_replaced(client):
     assert first != second
 
 
-def test_refused_requests_have_an_id_too(client):
-    refused = client.post("/rank", content=b"x", headers={"x-request-id": "a-1"})
-    assert refused.status_code == 415
-    assert refused.headers["x-request-id"] == "a-1"
-
-
 def test_head_is_get_without_a_body(client):
     response = client.head("/health")
     assert (response.status_code, response.content) == (200, b"")
@@ -411,12 +382,6 @@ def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
     assert "No space left" in capsys.readouterr().err
 
 
-def test_a_slash_at_the_end_is_another_route(client):
-    """A redirect would go to whatever host the client names."""
-    response = client.post("/rank/", json=GOOD, headers={"host": "evil"}, follow_redirects=False)
-    assert response.status_code == 404
-
-
 def test_origins_that_are_listed_may_ask(service):
     client = TestClient(api.create_app(service, origins=["https://a.example"]))
     asked = {"access-control-request-method": "POST"}
@@ -424,26 +389,6 @@ def test_origins_that_are_listed_may_ask(service):
     assert allowed.headers["access-control-allow-origin"] == "https://a.example"
     other = client.options("/rank", headers={"origin": "https://b.example", **asked})
     assert "access-control-allow-origin" not in other.headers
-
-
-def test_a_request_whose_time_passes_while_it_is_sent_is_not_computed(monkeypatch):
-    monkeypatch.setattr("serve.http.guard.time", clock := Clock())
-    reached: list[Any] = []
-
-    async def route(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(scope)
-        await JSONResponse({})(scope, receive, send)
-
-    async def slow_upload(scope: Any, receive: Any, send: Any) -> None:
-        async def receive_late() -> Any:
-            clock.now += 11
-            return await receive()
-
-        await Guard(route)(scope, receive_late, send)
-
-    response = TestClient(slow_upload).post("/rank", json=GOOD)
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
-    assert not reached
 
 
 @pytest.mark.parametrize(
@@ -456,15 +401,18 @@ def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
     monkeypatch.setattr(Batcher, "_waiting_s", lambda *_: waiting_s)
     headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
     response = client.post("/rank", content=b"{", headers=headers)
-    assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["retry-after"] == retry_after
+    assert client.get("/health").status_code == 200
 
 
-def test_errors_are_counted_and_logged_once(service, caplog):
+def test_errors_are_counted_and_logged_once_and_have_the_request_s_id(service, caplog):
     caplog.set_level("INFO", "polyrank.serve.access")
     errors: list[int] = []
     client = TestClient(api.create_app(service, record_error=errors.append))
     assert client.post("/rank", json=GOOD).status_code == 200
-    assert client.post("/rank", content=b"x").status_code == 415
+    refused = client.post("/rank", content=b"x", headers={"x-request-id": "a-1"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (415, "a-1")
     assert client.post("/nope", json=GOOD).status_code == 404
     assert errors == [415, 404]
     lines = [entry.getMessage() for entry in caplog.records if entry.name.endswith(".access")]
