@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ _OPTIONS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--remote-debugging-pipe",
 )  # fmt: skip
 _PATIENCE_S = 60.0
+_COMPLAINING = ("security", "javascript")  # sources of entries of the log
 
 
 def find() -> str | None:
@@ -52,6 +52,14 @@ class Page:
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
+
+    def renew(self) -> None:
+        """Makes the tab like a new one."""
+        self.run("try { sessionStorage.clear() } catch { /* of about:blank */ }")
+        self.send("Emulation.clearDeviceMetricsOverride")
+        self.send("Emulation.setEmulatedMedia", features=[])
+        self.urls.clear()
+        self.complaints.clear()
 
     def run(self, script: str) -> Any:
         """The value of an expression; of a promise what it becomes."""
@@ -117,19 +125,13 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
-
     def hear(self, method: str, parameters: dict[str, Any]) -> None:
         """Takes an event of the browser."""
         if method == "Network.requestWillBeSent":
             self.urls.append(parameters["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(str(parameters["exceptionDetails"]))
-        elif method == "Log.entryAdded" and parameters["entry"]["source"] in (
-            "security",
-            "javascript",
-        ):
+        elif method == "Log.entryAdded" and parameters["entry"]["source"] in _COMPLAINING:
             self.complaints.append(parameters["entry"]["text"])
 
 

@@ -46,9 +46,8 @@ class Simulation:
         monkeypatch.setattr("serve.batcher.time", self.clock)
         self.batcher = Batcher(max_wait_s=2.0)
         self.stage = Stage("pairs", self._compute, BATCH)
-        self.scores = Stage(
-            "scores", lambda rows: rows, BATCH
-        )  # takes no time, but comes after a batch
+        # It takes no time, but comes after a batch.
+        self.scores = Stage("scores", lambda rows: rows, BATCH)
         self.batcher._means["rank"].value = ROW_S * BATCH
         self.codes: dict[str, Counter[str]] = {}
         self.seconds: dict[str, list[float]] = {}
@@ -168,8 +167,7 @@ def test_who_asks_most_is_refused_and_nobody_else(simulation):
     assert max(simulation.seconds["one"] + simulation.seconds["two"]) < 1.0
 
 
-@pytest.mark.parametrize("sender", ["other", ""])
-@pytest.mark.parametrize("parts", [1, 50])
+@pytest.mark.parametrize(("parts", "sender"), [(1, ""), (50, "other")])
 def test_small_requests_pass_beside_a_large_one(simulation, parts, sender):
     """They are a quarter of what the replica can do, and wait for a batch or two. A list is one large
     request, and its parts are not refused."""

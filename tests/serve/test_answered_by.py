@@ -14,12 +14,7 @@ from serve.service import Service
 from .conftest import Asking
 
 RANK = ("/rank", {"context": "hi", "candidates": ["a", "b"]})
-CHAMPIONS = [
-    ("/embed", {"inputs": ["a"]}),
-    ("/v1/embeddings", {"input": "a"}),
-    ("/", {"inputs": "a"}),
-]
-ANYBODYS = [
+ASKED = [
     RANK,
     ("/rank", [RANK[1], RANK[1]]),
     ("/rerank", {"query": "hi", "texts": ["a", "b"]}),
@@ -56,7 +51,7 @@ def client(champion, candidate, answered):
     service.close()
 
 
-@pytest.mark.parametrize(("path", "body"), ANYBODYS)
+@pytest.mark.parametrize(("path", "body"), ASKED)
 def test_an_answer_of_the_candidate_names_it(client, candidate, answered, path, body):
     answer = client.post(path, json=body)
     fingerprint = candidate.engine.model.fingerprint
@@ -66,14 +61,12 @@ def test_an_answer_of_the_candidate_names_it(client, candidate, answered, path, 
     assert 0 < one.seconds < 60
 
 
-@pytest.mark.parametrize(("path", "body"), CHAMPIONS)
-def test_vectors_name_the_champion(client, champion, answered, path, body):
-    answer = client.post(path, json=body)
-    assert answer.headers[MODEL] == champion.engine.model.fingerprint == answered[0].model
-
-
-def test_what_no_model_answers_names_none(client, answered):
-    for answer in (client.get("/info"), client.get("/health"), client.post("/rank", json={})):
+def test_what_no_model_answers_names_none_and_describes_the_champion(client, champion, answered):
+    info, models = client.get("/info"), client.get("/v1/models")
+    fingerprint = champion.engine.model.fingerprint
+    assert info.json()["model"]["fingerprint"] == fingerprint
+    assert [model["id"] for model in models.json()["data"]] == [fingerprint]
+    for answer in (info, models, client.get("/health"), client.post("/rank", json={})):
         assert MODEL not in answer.headers
     assert answered == []
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +29,9 @@ from serve.limits import Limits
 from serve.refusals import CODES, REFUSALS
 from serve.service import Service
 
-from .conftest import REPLIES, Asking, ask, run, serving
+from .conftest import Asking, ask, run, serving
 
-OPENAPI = Path(app.__file__).with_name("openapi.json")
+INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
 TEXTS = ["tea", "i sail on the harbour", "no", "a nurse"]
 
@@ -44,6 +45,14 @@ def engine(tiny_ranker, tiny_pool, asking) -> Asking:
 @pytest.fixture(scope="module")
 def client(engine) -> TestClient:
     return TestClient(api.create_app(engine.service), raise_server_exceptions=False)
+
+
+FEW = Limits(candidates=3, top_k=10, requests=2)
+
+
+@pytest.fixture(scope="module")
+def limited(engine) -> TestClient:
+    return TestClient(api.create_app(engine.service, FEW))
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -78,19 +87,10 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
          "inputs.sentences", "candidates"),
     ],
 )  # fmt: skip
-def test_an_operator_sets_how_much_a_request_may_have(engine, path, body, field, limit):
-    limits = Limits(candidates=3, top_k=10, requests=2)
-    answer = TestClient(api.create_app(engine.service, limits)).post(path, json=body)
-    assert answer.status_code == 422
-    error = answer.json()["error"]
+def test_an_operator_sets_how_much_a_request_may_have(limited, path, body, field, limit):
+    error = error_of(limited.post(path, json=body), 422)
     assert (error["code"], error["field"]) == ("invalid_request", field)
-    assert error["message"].endswith(f"at most {getattr(limits, limit)} (limits.{limit})")
-
-
-def test_an_operator_may_allow_more(engine):
-    client = TestClient(api.create_app(engine.service, Limits(candidates=2_000)))
-    body = {"context": "hi", "candidates": ["a", "b"] * 750}
-    assert len(client.post("/rank", json=body).json()["results"]) == 10
+    assert error["message"].endswith(f"at most {getattr(FEW, limit)} (limits.{limit})")
 
 
 def test_a_large_answer_is_compressed_for_who_reads_it(client):
@@ -103,29 +103,6 @@ def test_a_large_answer_is_compressed_for_who_reads_it(client):
     assert packed.headers["content-encoding"] == "gzip"
     assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 3
     assert "content-encoding" not in {**plain.headers, **small.headers}
-
-
-def test_candidates_of_the_request_are_ranked(client, engine):
-    body = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
-    ranked = engine.rank(CONTEXT, TEXTS, len(TEXTS))
-    assert [(r["id"], r["text"], r["score"]) for r in body["results"]] == [
-        (str(one.index), TEXTS[one.index], one.score) for one in ranked
-    ]
-    scores = [result["score"] for result in body["results"]]
-    assert scores == sorted(scores, reverse=True)
-    assert (body["model"], body["pool"]) == (engine.engine.model.fingerprint, None)
-
-
-def test_a_pool_is_ranked(client, engine):
-    body = client.post("/rank", json={"context": CONTEXT, "pool": "replies", "top_k": 5}).json()
-    ranked = engine.rank(CONTEXT, list(REPLIES.values()), 5)
-    assert [result["text"] for result in body["results"]] == [one.text for one in ranked]
-    assert [REPLIES[result["id"]] for result in body["results"]] == [one.text for one in ranked]
-    expected = [one.score for one in ranked]
-    assert [r["score"] for r in body["results"]] == pytest.approx(expected, rel=1e-5)
-    assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
-    assert body["model"] == engine.engine.model.fingerprint
-    assert body["certified"] is True
 
 
 @pytest.mark.parametrize("of", [{"candidates": ["a", "b"]}, {"pool": "replies"}])
@@ -262,48 +239,12 @@ def test_results_count_in_the_cost_of_a_search():
     assert 64 * search_share(1000) > 20
 
 
-@pytest.mark.slow
-def test_the_service_describes_its_champion_while_a_candidate_answers(tiny_ranker, engine, asking):
-    candidate = asking(tiny_ranker("poly", 1)).engine
-    service = Service(lambda: engine.engine, 60.0, candidate=lambda: candidate)
-    client = TestClient(api.create_app(service))
-    answer = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
-    assert answer["model"] == candidate.model.fingerprint
-    champion = engine.engine.model.fingerprint
-    assert client.get("/info").json()["model"]["fingerprint"] == champion
-    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [champion]
-    service.close()
-
-
-def test_a_candidate_may_have_an_id_of_its_own(client):
-    candidates = [{"id": f"doc {text}", "text": text} for text in TEXTS]
-    given = client.post("/rank", json={"context": CONTEXT, "candidates": candidates}).json()
-    plain = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
-    assert [r["id"] for r in given["results"]] == [f"doc {r['text']}" for r in plain["results"]]
-
-
 def test_a_context_may_be_a_text(client):
     def scores(context: Any) -> Any:
         asked = {"context": context, "candidates": TEXTS}
         return [(r["id"], r["score"]) for r in client.post("/rank", json=asked).json()["results"]]
 
     assert scores("hello") == scores(["hello"])
-
-
-def test_a_list_of_questions_has_a_list_of_answers(client):
-    one = {"context": CONTEXT, "candidates": TEXTS}
-    other = {"context": CONTEXT, "pool": "replies", "top_k": 3}
-    both = client.post("/rank", json=[one, other]).json()
-    alone = [client.post("/rank", json=asked).json() for asked in (one, other)]
-    for found, expected in zip(both, alone, strict=True):
-        assert [r["id"] for r in found["results"]] == [r["id"] for r in expected["results"]]
-        assert found["pool"] == expected["pool"]
-
-
-def test_a_pool_answers_among_the_ids_that_are_allowed(client):
-    asked = {"context": CONTEXT, "pool": "replies", "allow": ["r03", "r07", "r99"]}
-    results = client.post("/rank", json=asked).json()["results"]
-    assert {r["id"] for r in results} == {"r03", "r07"}
 
 
 def test_a_pool_answers_without_the_ids_that_are_denied(client):
@@ -340,16 +281,15 @@ def test_any_text_can_be_ranked(client, text):
     assert {result["text"] for result in response.json()["results"]} == {text, "other"}
 
 
-def test_health_and_info(client, engine):
-    assert client.get("/health").json() == {"status": "ok"}
-    assert client.get("/ready").json() == {"status": "ok"}
-    assert client.get("/info").json() == engine.engine.info()
-
-
 def test_without_a_model_the_service_is_not_ready():
     client = TestClient(api.create_app(None))
-    asked = client.post("/rank", json={"context": ["x"], "candidates": ["y"]})
-    for response in (asked, client.get("/ready"), client.get("/info")):
+    asked = [
+        client.post("/rank", json=GOOD),
+        client.post("/rerank", json={"query": "x", "texts": ["y"]}),
+        client.post("/embed", json={"inputs": "x"}),
+    ]
+    told = [client.get(path) for path in ("/ready", "/info", "/v1/models")]
+    for response in asked + told:
         assert error_of(response, 503)["code"] == "not_ready"
         assert response.headers["retry-after"] == "1"
     assert client.get("/health").json() == {"status": "ok"}
@@ -358,34 +298,29 @@ def test_without_a_model_the_service_is_not_ready():
 # Bad requests
 
 GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
+JSON_TYPE = {"content-type": "application/json"}
 MANY = ["x"] * 10_001
 
 
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [
-        ({"context": None}, "context", "string"),
         ({"context": []}, "context", "at least 1"),
         ({"context": ["", " \t\n"]}, None, "context: every turn is empty"),
         ({"context": 5}, "context", "string"),
-        ({"context": ""}, "context", "empty"),
         ({"context": [5]}, "context.0", "string"),
-        ({"context": [["hello"]]}, "context.0", "string"),
         ({"context": MANY}, "context", "at most 1000"),
         ({"candidates": []}, "candidates", "at least 1"),
         ({"candidates": ["a", ""]}, "candidates.1", "empty"),
-        ({"candidates": [" "]}, "candidates.0", "empty"),
         ({"candidates": [1, 2]}, "candidates.0", "string"),
         ({"candidates": {"a": "b"}}, "candidates", "list"),
         ({"candidates": MANY}, "candidates", "at most 10000"),
         ({"pool": "replies"}, None, "candidates, pool: exactly one"),
         ({"candidates": None}, None, "candidates, pool: exactly one"),
         ({"candidates": None, "pool": ""}, "pool", "at least 1"),
-        ({"candidates": None, "pool": 3}, "pool", "string"),
         ({"candidates": None, "pool": "p" * 201}, "pool", "at most 200"),
         ({"top_k": "3"}, "top_k", "integer"),
         ({"top_k": 0}, "top_k", "greater than or equal to 1"),
-        ({"top_k": -1}, "top_k", "greater than or equal to 1"),
         ({"top_k": 10_001}, "top_k", "less than or equal to 10000"),
         ({"top_k": 10**30}, "top_k", "1000"),
         ({"top_k": 2.5}, "top_k", "integer"),
@@ -393,10 +328,9 @@ MANY = ["x"] * 10_001
         ({"deny": ["r03"]}, None, "deny: allowed: only with a pool"),
         ({"deny": MANY}, "deny", "at most 10000"),
         ({"candidates": [{"id": "a"}]}, "candidates.0.text", "required"),
-        ({"candidates": [{"id": "a", "text": " "}]}, "candidates.0.text", "empty"),
         ({"top_k": True}, "top_k", "integer"),
-        ({"top_k": None}, "top_k", "integer"),
         ({"topk": 3}, "topk", "not permitted"),
+        ({"explain": "yes"}, "explain", "boolean"),
     ],
 )
 def test_a_field_that_is_not_allowed_is_named(client, change, field, said):
@@ -405,33 +339,27 @@ def test_a_field_that_is_not_allowed_is_named(client, change, field, said):
     assert said in error["message"]
 
 
-def test_a_missing_field_is_named(client):
-    error = error_of(client.post("/rank", json={"candidates": ["a"]}), 422)
-    assert error["field"] == "context" and "required" in error["message"]
-
-
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("content", "status", "message"),
     [
-        (b"", 422),
-        (b"{", 400),
-        (b"nope", 400),
-        (b'{"context": ["a"], "candidates": ["b"]} x', 400),
-        (b"\xff\xfe\xfd", 400),
-        (b'{"context": ["\xe9"], "candidates": ["b"]}', 400),
-        (b"[" * 100_000, 400),
-        (b'{"context": ["a"], "candidates": ["b"], "top_k": ' + b"9" * 5000 + b"}", 400),
-        (b"null", 422),
-        (b"[]", 422),
-        (b'"context"', 422),
-        (b"3", 422),
-        (b"NaN", 422),
+        (b"", 422, "body: Field required"),
+        (b"null", 422, "body: Input should be a valid dictionary"),
+        (b"[]", 422, "at least 1"),
+        (b"NaN", 422, "body: "),
+        (b"nope", 400, "not JSON"),
+        (b'{"query": "a",}', 400, "not JSON: Expecting property name .* at character 14"),
+        (b"{} {}", 400, "not JSON: Extra data at character 3"),
+        (b"\xff\xfe\xfd", 400, "not JSON"),
+        (b'{"context": ["\xe9"], "candidates": ["b"]}', 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"top_k": ' + b"9" * 5000 + b"}", 400, "not JSON"),
     ],
+    ids=range(11),
 )
-def test_a_body_that_is_no_json_object_is_refused(client, body, status):
-    headers = {"content-type": "application/json"}
-    error = error_of(client.post("/rank", content=body, headers=headers), status)
+def test_a_body_that_is_no_json_object_is_refused_and_told_where(client, content, status, message):
+    error = error_of(client.post("/rank", content=content, headers=JSON_TYPE), status)
     assert error["code"] == {400: "invalid_json", 422: "invalid_request"}[status]
+    assert re.search(message, error["message"])
 
 
 @pytest.mark.parametrize(
@@ -447,14 +375,13 @@ def test_a_body_that_is_no_json_object_is_refused(client, body, status):
     ],
 )
 def test_half_of_a_surrogate_pair_is_refused(client, body, field):
-    response = client.post("/rank", content=body, headers={"content-type": "application/json"})
-    assert response.status_code in (404, 422)
-    assert error_of(response, response.status_code)["field"] == field
+    response = client.post("/rank", content=body, headers=JSON_TYPE)
+    assert error_of(response, 422)["field"] == field
 
 
 def test_an_unknown_field_of_half_a_surrogate_pair_is_refused(client):
     body = rb'{"context": ["a"], "candidates": ["b"], "\ud800": 1}'
-    error_of(client.post("/rank", content=body, headers={"content-type": "application/json"}), 422)
+    error_of(client.post("/rank", content=body, headers=JSON_TYPE), 422)
 
 
 def test_a_body_of_another_type_is_refused(client):
@@ -472,34 +399,11 @@ def test_a_route_that_is_written_otherwise_is_named(client, path):
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "message"),
-    [
-        (b"", 422, "body: Field required"),
-        (b"null", 422, "body: Input should be a valid dictionary"),
-        (b'{"query": "a",}', 400, "not JSON: Expecting property name .* at character 14"),
-        (b"{} {}", 400, "not JSON: Extra data at character 3"),
-    ],
-)
-def test_a_body_that_is_no_object_is_told_where(client, content, status, message):
-    headers = {"content-type": "application/json"}
-    error = error_of(client.post("/v1/rerank", content=content, headers=headers), status)
-    assert re.search(message, error["message"])
-
-
-def test_an_unknown_pool_is_not_found(client):
-    error = error_of(client.post("/rank", json={"context": ["a"], "pool": "nope"}), 404)
-    assert (error["code"], error["field"]) == ("unknown_pool", "pool")
-    assert "replies" in error["message"]
-
-
-@pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/nope", 404, "not_found"),
         ("POST", "/nope", 404, "not_found"),
         ("GET", "/rank", 405, "method_not_allowed"),
         ("PUT", "/rank", 405, "method_not_allowed"),
-        ("POST", "/health", 405, "method_not_allowed"),
     ],
 )
 def test_unknown_routes_and_wrong_methods_have_the_same_shape(client, method, path, status, code):
@@ -517,7 +421,7 @@ def test_a_body_is_allowed_up_to_the_bound_and_not_a_byte_more(client):
     for more, status in ((0, 200), (1, 413)):
         text = "x" * (Limits().body_bytes - len(empty) + more)
         body = empty.replace(b'[""]', f'["{text}"]'.encode())
-        response = client.post("/rank", content=body, headers={"content-type": "application/json"})
+        response = client.post("/rank", content=body, headers=JSON_TYPE)
         assert response.status_code == status
     assert error_of(response, 413)["code"] == "too_large"
     assert f"{Limits().body_bytes:,}" in error_of(response, 413)["message"]
@@ -541,20 +445,20 @@ ALMOST = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(value=JSON | ALMOST)
 def test_no_json_makes_the_service_fail(client, value):
     content = json.dumps(value).encode()
-    response = client.post("/rank", content=content, headers={"content-type": "application/json"})
+    response = client.post("/rank", content=content, headers=JSON_TYPE)
     if response.status_code != 200:
         assert 400 <= response.status_code < 500
         error_of(response, response.status_code)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(content=st.binary(max_size=40))
 def test_no_bytes_make_the_service_fail(client, content):
-    response = client.post("/rank", content=content, headers={"content-type": "application/json"})
+    response = client.post("/rank", content=content, headers=JSON_TYPE)
     assert 400 <= response.status_code < 500
     error_of(response, response.status_code)
 
@@ -617,16 +521,13 @@ def test_other_requests_are_answered_while_a_ranking_is_at_work(tiny_ranker, ask
     assert len(body["results"]) == 2
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_10_mb_is_refused_however_it_is_sent(engine, chunked):
-    parts = [b"x" * 1_000_000] * 10
+def test_a_body_of_10_mb_that_says_no_length_is_refused(engine):
     with serving(api.create_app(engine.service)) as port:
-        body = iter(parts) if chunked else b"".join(parts)
-        try:
-            status, answer = ask(port, "POST", "/rank", body, encode_chunked=chunked)
+        body = iter([b"x" * 1_000_000] * 10)
+        # A client that still sends when the connection is closed may get no answer.
+        with suppress(ConnectionError):
+            status, answer = ask(port, "POST", "/rank", body, encode_chunked=True)
             assert (status, answer["error"]["code"]) == (413, "too_large")
-        except ConnectionError:  # it was answered before the client had sent all, and closed
-            assert True
         assert ask(port, "GET", "/health")[0] == 200
 
 
@@ -635,12 +536,11 @@ def test_a_body_of_10_mb_is_refused_however_it_is_sent(engine, chunked):
 
 def test_openapi_json_is_what_the_application_says():
     said = "openapi.json is old; make openapi writes it again"
-    assert json.loads(OPENAPI.read_text()) == api.create_app(None).openapi(), said
+    assert api.create_app(None).openapi() == INTERFACE, said
 
 
 def test_every_error_of_a_ranking_is_documented_in_the_one_shape():
-    interface = api.create_app(None).openapi()
-    responses = interface["paths"]["/rank"]["post"]["responses"]
+    responses = INTERFACE["paths"]["/rank"]["post"]["responses"]
     codes = {str(CODES[code].status) for code in (*REFUSALS, "unknown_pool")}
     assert set(responses) == {"200", *codes}
     shapes = {
@@ -663,8 +563,7 @@ def test_every_error_of_a_ranking_is_documented_in_the_one_shape():
     ],
 )
 def test_openapi_json_allows_what_the_service_allows(client, change, is_allowed):
-    interface = api.create_app(None).openapi()
-    schema = {"$ref": "#/components/schemas/RankRequest", "components": interface["components"]}
+    schema = {"$ref": "#/components/schemas/RankRequest", "components": INTERFACE["components"]}
     asked = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
     assert jsonschema.Draft202012Validator(schema).is_valid(asked) is is_allowed
     assert (client.post("/rank", json=asked).status_code == 200) is is_allowed

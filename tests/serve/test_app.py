@@ -83,11 +83,11 @@ def test_ray_finds_the_class_that_checks_the_arguments():
     assert parameter.annotation is app.Args
 
 
-def test_a_shard_asks_for_the_nodes_that_it_is_given():
-    args = app.Args(model="m", shard_cpus=2, shard_resources={"serving": 1})
-    deployment = app._shard(0, args)._bound_deployment
-    assert deployment.ray_actor_options["num_cpus"] == 2
-    assert deployment.ray_actor_options["resources"] == {"serving": 1}
+def test_a_shard_asks_for_the_hardware_that_it_is_given():
+    hardware = {"shard_cpus": 2, "shard_gpus": 0.5, "shard_resources": {"serving": 1}}
+    deployment = app._shard(0, app.Args(model="m", **hardware))._bound_deployment
+    options = {"num_cpus": 2, "num_gpus": 0.5, "resources": {"serving": 1}}
+    assert deployment.ray_actor_options.items() >= options.items()
 
 
 # serve/config.yaml

@@ -80,9 +80,3 @@ def test_a_wrong_file_is_refused_at_the_start(file, text):
     file.unlink() if text is None else file.write_text(text)
     with pytest.raises(BadInput, match=FILE):
         BearerTokens.of_environment()
-
-
-def test_what_is_no_hash_is_refused(monkeypatch):
-    monkeypatch.setenv(HASHES, "open sesame")
-    with pytest.raises(BadInput, match="SHA-256 in hex"):
-        BearerTokens.of_environment()

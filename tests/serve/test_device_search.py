@@ -10,8 +10,7 @@ import torch
 
 from pipeline.pools.shard import PoolPart
 from pipeline.search import device, device_scores
-from serve import app, engine, shards
-from serve.app import Args
+from serve import engine, shards
 from serve.engine import Engine
 from serve.shards import PoolShard, ShardedPool
 
@@ -98,19 +97,3 @@ def test_a_replica_s_gpu_is_the_one_that_it_asked_for(monkeypatch):
     for place, name in ((torch.device("cpu"), ""), (torch.device("cuda"), "cuda")):
         monkeypatch.setattr(engine, "best_device", lambda place=place: place)
         assert engine.search_device() == name
-
-
-def test_shards_ask_for_the_gpus_of_the_arguments(monkeypatch):
-    asked = list[dict[str, object]]()
-
-    class Deployment:
-        def options(self, **options):
-            asked.append(options["ray_actor_options"])
-            return self
-
-        def bind(self, *arguments):
-            return arguments
-
-    monkeypatch.setattr(app, "RankerShard", Deployment())
-    app._shard(0, Args(model="m", shard_gpus=0.5, shard_cpus=2))
-    assert asked == [{"num_cpus": 2, "num_gpus": 0.5, "resources": {}}]

@@ -7,7 +7,7 @@ import json
 import pickle
 import shutil
 import threading
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,9 @@ def version(model, tiny_pool) -> str:
     return str(Path(tiny_pool(model)) / "v-1")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def shards(request):
-    made = [InProcess(PoolPart(number, request.param)) for number in range(request.param)]
+@pytest.fixture(scope="module")
+def shards():
+    made = [InProcess(PoolPart(number, 3)) for number in range(3)]
     yield made
     for one in made:
         one.shard.close()
@@ -70,11 +70,11 @@ def shards(request):
 
 @pytest.fixture
 def sharded(model, version, shards):
-    """A service over the shards; `on_missing` as for ShardedPool."""
+    """A service over the shards; `on_missing` and `count_missing` as for ShardedPool."""
     made = []
 
-    def make(on_missing="refuse"):
-        pool = ShardedPool(version, shards, 60.0, on_missing)
+    def make(on_missing="refuse", count_missing=lambda pool, shard: None):
+        pool = ShardedPool(version, shards, 60.0, on_missing, count_missing)
         made.append(Asking(Engine(model.uri, sharded=[pool])))
         return made[-1]
 
@@ -85,7 +85,7 @@ def sharded(model, version, shards):
         one.is_gone = False
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 12, 20])
+@pytest.mark.parametrize("count", [1, 5, 20])
 def test_shares_are_the_pool_in_order(version, count):
     """12 rows in files of 5 and 7."""
     parts = [Pool.open(version, part=PoolPart(number, count)) for number in range(count)]
@@ -122,24 +122,22 @@ def test_the_work_of_a_list_does_not_refuse_it_in_a_shard(shards, sharded):
     assert (answer.status_code, len(answer.json())) == (200, 5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("top_k", [5, 50])
-@pytest.mark.parametrize(
-    "rows",
-    [
+def test_shards_answer_as_the_whole_pool(model, version, sharded, asking):
+    pool, parts = asking(model, version), sharded()
+    for rows in (
         ALL_ROWS,
         RowFilter(allow=("r01", "r02", "r11", "r99")),
         RowFilter(allow=("r99",)),
         RowFilter(deny=("r01", "r02", "r11", "r99")),
-    ],
-)
-def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, rows):
-    whole = asking(model, version).rank_pool(CONTEXT, "replies", top_k, rows=rows)
-    found = sharded().rank_pool(CONTEXT, "replies", top_k, rows=rows)
-    assert [(one.index, one.id, one.text) for one in found] == [
-        (one.index, one.id, one.text) for one in whole
-    ]
-    assert [one.score for one in found] == pytest.approx([one.score for one in whole], rel=1e-6)
+    ):
+        for top_k in (5, 50):
+            whole = pool.rank_pool(CONTEXT, "replies", top_k, rows=rows)
+            found = parts.rank_pool(CONTEXT, "replies", top_k, rows=rows)
+            assert [(one.index, one.id, one.text) for one in found] == [
+                (one.index, one.id, one.text) for one in whole
+            ]
+            expected = [one.score for one in whole]
+            assert [one.score for one in found] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_answer_is_certified_and_explained(model, version, sharded, asking):
@@ -153,9 +151,11 @@ def test_an_answer_is_certified_and_explained(model, version, sharded, asking):
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-5)
 
 
-def test_a_missing_shard_is_refused_or_said(sharded, shards):
+def test_a_missing_shard_is_refused_or_said_and_counted(sharded, shards):
+    missing = Counter()
     refusing, answering = (
-        TestClient(api.create_app(sharded(mode).service)) for mode in ("refuse", "answer")
+        TestClient(api.create_app(sharded(mode, lambda *at: missing.update([at])).service))
+        for mode in ("refuse", "answer")
     )
     asked = {"context": CONTEXT, "pool": "replies", "top_k": 12}
     shards[0].is_gone = True
@@ -164,26 +164,12 @@ def test_a_missing_shard_is_refused_or_said(sharded, shards):
     assert response.headers["retry-after"] == "1"
     answer = answering.post("/rank", json=asked).json()
     assert (answer["certified"], answer["pool"]["missing_shards"]) == (False, [0])
+    assert missing == {("replies", 0): 2}
     there = list(REPLIES)[12 // len(shards) :]
     assert {one["id"] for one in answer["results"]} == set(there)
     for one in shards:
         one.is_gone = True
     assert answering.post("/rank", json=asked).status_code == 503  # nobody is left
-
-
-@pytest.mark.parametrize("on_missing", ["refuse", "answer"])
-def test_a_missing_shard_is_counted_whether_or_not_there_is_an_answer(
-    model, version, sharded, shards, on_missing
-):
-    missing = []
-    pool = ShardedPool(version, shards, 60.0, on_missing, lambda *shard: missing.append(shard))
-    one = Asking(Engine(model.uri, sharded=[pool]))
-    sharded()  # brings the shard back at the end
-    shards[1].is_gone = True
-    with suppress(Refusal):
-        one.rank_pool(CONTEXT, "replies", 3)
-    one.service.close()
-    assert missing == [("replies", 1)]
 
 
 def test_what_a_shard_refuses_is_the_services_refusal(sharded):
@@ -265,7 +251,9 @@ def test_a_shard_keeps_the_versions_of_each_pool(version, tmp_path):
     shard.close()
 
 
-def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_path, shards):
+def test_a_pool_that_cannot_be_served_from_shards_is_refused(
+    tiny_ranker, model, version, tmp_path, shards
+):
     copy = tmp_path / "pools" / "replies" / "v-1"
     shutil.copytree(version, copy)
     matrix = copy / "vectors" / "part-00001.npy"
@@ -275,10 +263,6 @@ def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_
     pool = ShardedPool(version, shards, 60.0, "refuse")
     with pytest.raises(BadInput, match="not what the model makes of its text"):
         Engine(tiny_ranker("poly", 1).uri, sharded=[pool])
-
-
-def test_two_pools_of_one_name_are_refused(model, version, shards):
-    pool = ShardedPool(version, shards, 60.0, "refuse")
     with pytest.raises(BadInput, match="two are named 'replies'"):
         Engine(model.uri, [version], sharded=[pool])
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -37,6 +38,8 @@ from serve.versions import (
     resolve,
     without_folders,
 )
+
+from .conftest import Clock
 
 
 @pytest.fixture
@@ -100,6 +103,13 @@ class SteppedDecider(Decider):
 
 def decider_of(model: Any, pools: Path) -> Decider:
     return SteppedDecider(model.uri, [str(pools / "replies")], poll_s=1.0)
+
+
+@pytest.fixture
+def decider(model, pools, publish, clock) -> Decider:
+    """Of the pool `replies`, whose version v-1 is current."""
+    publish(model, "v-1")
+    return decider_of(model, pools)
 
 
 def test_the_deciders_process_loads_no_model():
@@ -189,22 +199,7 @@ def test_the_log_has_the_problem_with_its_paths(tiny_ranker, model, pools, publi
     assert shown.startswith("replies/v-2: embedded by the model") and str(pools) not in shown
 
 
-def test_no_version_at_all_is_said_in_one_line(tiny_ranker, model, pools, publish):
-    publish(tiny_ranker("poly", 1), "v-1")
-    with pytest.raises(BadInput, match="embedded by the model") as refused:
-        resolve(targets(model, pools))
-    assert "\n" not in str(refused.value)
-
-
 # One decision for all replicas
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -225,17 +220,23 @@ def engine_of(versions: Versions) -> Any:
     return Engine(versions.model, versions.pools)
 
 
+def opened(versions: Versions) -> Any:
+    """Stands for an engine where nothing but its versions matters."""
+    replies = SimpleNamespace(version=storage.name_of(versions.pools[0]))
+    return SimpleNamespace(pools={"replies": replies}, close=lambda: None)
+
+
 class Network:
     """Loads engines, unless a test says that the network is down."""
 
-    def __init__(self) -> None:
-        self.is_down, self.loads = True, 0
+    def __init__(self, load: Callable[[Versions], Any] = opened) -> None:
+        self.is_down, self.loads, self._load = False, 0, load
 
     def load(self, versions: Versions) -> Any:
         self.loads += 1
         if self.is_down:
             raise OSError("connection reset")
-        return engine_of(versions)
+        return self._load(versions)
 
 
 def started(follower: Follower) -> Follower:
@@ -244,14 +245,20 @@ def started(follower: Follower) -> Follower:
     return follower
 
 
+def pass_seconds(clock: Clock, seconds: int, *followers: Follower, every: int = 1) -> None:
+    """Lets each replica ask the decider every so many seconds; after 5 of silence it counts as dead."""
+    for _ in range(0, seconds, every):
+        clock.now += every
+        for follower in followers:
+            follower._step()
+
+
 def served(follower: Follower) -> str:
     return follower.engine.pools["replies"].version
 
 
-def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
-    one, two = (started(replica(name, decider, engine_of)) for name in ("one", "two"))
+def test_replicas_go_over_when_all_have_loaded(model, publish, clock, decider):
+    one, two = (started(replica(name, decider, opened)) for name in ("one", "two"))
     publish(model, "v-2")
     for step in range(2):
         clock.now += 1
@@ -263,20 +270,20 @@ def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
     assert (served(one), served(two)) == ("v-2", "v-2")
 
 
-def test_what_is_decided_is_served_before_the_next_version_is_loaded(model, pools, publish, clock):
+def test_what_is_decided_is_served_before_the_next_version_is_loaded(
+    model, pools, publish, clock, decider
+):
     """Both may come with one answer."""
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
     loads: list[tuple[str, str]] = []
 
     def load(versions: Versions) -> Engine:
         serving = served(one) if one.loaded else ""
         loads.append((serving, storage.name_of(versions.pools[0])))
-        return engine_of(versions)
+        return opened(versions)
 
     one = replica("one", decider, load)
     started(one)
-    two = started(replica("two", decider, engine_of))
+    two = started(replica("two", decider, opened))
     publish(model, "v-2")
     clock.now += 1
     one._step()
@@ -290,43 +297,35 @@ def test_what_is_decided_is_served_before_the_next_version_is_loaded(model, pool
     assert (served(one), served(two)) == ("v-3", "v-3")
 
 
-def test_a_replica_that_is_gone_holds_up_nobody(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
-    one, _gone = (started(replica(name, decider, engine_of)) for name in ("one", "gone"))
+def test_a_replica_that_is_gone_holds_up_nobody(model, publish, clock, decider):
+    one, _gone = (started(replica(name, decider, opened)) for name in ("one", "gone"))
     publish(model, "v-2")
-    for _ in range(7):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 7, one)
     assert served(one) == "v-2"
 
 
-def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
-    one = started(replica("one", decider, engine_of))
+def test_a_new_replica_starts_with_what_is_decided(model, publish, clock, decider):
+    one = started(replica("one", decider, opened))
     publish(model, "v-2")
     clock.now += 1
-    two = started(replica("two", decider, engine_of))
+    two = started(replica("two", decider, opened))
     assert (served(one), served(two)) == ("v-1", "v-1")
 
 
-def test_a_replica_that_loads_for_long_is_waited_for(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
+def test_a_replica_that_loads_for_long_is_waited_for(clock, decider):
     may_end, began, reported = threading.Event(), threading.Event(), threading.Event()
 
     def load_slowly(versions: Versions) -> Any:
         began.set()
         assert may_end.wait(60)
-        return engine_of(versions)
+        return opened(versions)
 
     def ask(report: Report) -> Decision:
         decision = decider.follow(report)
         reported.set()
         return decision
 
-    one = replica("one", decider, engine_of)
+    one = replica("one", decider, opened)
     slow = Follower("slow", ask, load_slowly, poll_s=0.01)
     starting = threading.Thread(target=slow.start)
     starting.start()
@@ -344,57 +343,34 @@ def test_a_replica_that_loads_for_long_is_waited_for(model, pools, publish, cloc
     assert (served(one), served(slow)) == ("v-1", "v-1")
 
 
-def test_a_replica_that_cannot_load_what_others_serve_tries_once_a_minute(
-    model, pools, publish, clock
-):
-    publish(model, "v-1")
-    decider, network = decider_of(model, pools), Network()
-    one = started(replica("one", decider, engine_of))
-    two = replica("two", decider, network.load)
-    for _ in range(59):
-        clock.now += 1
-        one._step()
-        two._step()
+def test_a_replica_that_cannot_load_what_others_serve_tries_once_a_minute(clock, decider):
+    network = Network()
+    one = started(replica("one", decider, opened))
+    two, network.is_down = replica("two", decider, network.load), True
+    pass_seconds(clock, 57, one, two, every=3)
     assert network.loads == 1
     network.is_down = False
-    for _ in range(3):
-        clock.now += 1
-        two._step()
+    pass_seconds(clock, 9, one, two, every=3)
     assert (served(two), network.loads) == ("v-1", 2)
 
 
-def flip_a_byte(path: Path) -> None:
+def damage(version: str) -> None:
+    """Flips a byte of a pool version's vectors."""
+    path = next((Path(version) / "vectors").glob("*.npy"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 0xFF
     path.write_bytes(bytes(content))
 
 
-def test_a_damaged_version_is_refused_and_the_old_one_serves_on(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
+def test_a_damaged_version_is_refused_and_the_old_one_serves_on(model, publish, clock, decider):
     one = started(replica("one", decider, engine_of))
-    bad = Path(publish(model, "v-2"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    for _ in range(4):
-        clock.now += 1
-        one._step()
+    damage(publish(model, "v-2"))
+    pass_seconds(clock, 4, one)
     assert served(one) == "v-1"
     assert any("damaged" in problem and "v-2" in problem for problem in one.problems)
     publish(model, "v-3")
-    for _ in range(3):
-        clock.now += 1
-        one._step()
-    assert served(one) == "v-3"
-
-
-def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, publish, clock):
-    publish(model, "v-1")
-    bad = Path(publish(model, "v-2"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    decider = decider_of(model, pools)
-    one = started(replica("one", decider, engine_of))
-    assert served(one) == "v-1"
-    assert any("v-1 is served" in problem for problem in one.problems)
+    pass_seconds(clock, 3, one)
+    assert (served(one), one.problems) == ("v-3", ())
 
 
 def test_a_start_with_a_damaged_version_in_a_bucket_takes_the_last_that_opens(
@@ -403,8 +379,7 @@ def test_a_start_with_a_damaged_version_in_a_bucket_takes_the_last_that_opens(
     """The error names the copy on the node, from which nobody learnt which pool was damaged."""
     monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
     publish(model, "v-1")
-    bad = Path(publish(model, "v-2"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    damage(publish(model, "v-2"))
     storage.upload(pools / "replies", "memory://bucket/replies")
     try:
         decider = SteppedDecider(model.uri, ["memory://bucket/replies"], poll_s=1.0)
@@ -418,17 +393,16 @@ def test_a_start_with_a_damaged_version_in_a_bucket_takes_the_last_that_opens(
 
 
 def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish, clock):
-    bad = Path(publish(model, "v-1"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    damage(publish(model, "v-1"))
     decider = decider_of(model, pools)
     with pytest.raises(BadInput, match="no version to serve"):
         replica("one", decider, engine_of).start()
 
 
-def test_the_successor_of_a_replica_that_could_not_load_tries_again(model, pools, publish, clock):
+def test_the_successor_of_a_replica_that_could_not_load_tries_again(clock, decider):
     """The decider outlives both."""
-    publish(model, "v-1")
-    decider, network = decider_of(model, pools), Network()
+    network = Network()
+    network.is_down = True
     with pytest.raises(BadInput, match="connection reset"):
         replica("one", decider, network.load).start()
     network.is_down = False
@@ -444,56 +418,28 @@ def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_n
     model, pools, publish, clock
 ):
     publish(model, "v-1")
-    network = Network()
-    network.is_down = False
+    network = Network(engine_of)
     one = started(replica("one", decider_of(model, pools), network.load))
     publish(model, "v-2")
     network.is_down = True
-    for _ in range(10):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 10, one)
     assert (served(one), network.loads) == ("v-1", 2)
     network.is_down = False
-    for _ in range(60):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 60, one, every=3)
     assert (served(one), network.loads) == ("v-2", 3)
-    bad = Path(publish(model, "v-3"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    for _ in range(200):
-        clock.now += 1
-        one._step()
+    damage(publish(model, "v-3"))
+    pass_seconds(clock, 90, one, every=3)
     assert (served(one), network.loads) == ("v-2", 4)
 
 
-def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, clock):
-    publish(model, "v-1")
-    one = started(replica("one", decider_of(model, pools), engine_of))
-    bad = Path(publish(model, "v-2"))
-    flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    for _ in range(2):
-        clock.now += 1
-        one._step()
-    assert one.problems
-    publish(model, "v-3")
-    for _ in range(3):
-        clock.now += 1
-        one._step()
-    assert (served(one), one.problems) == ("v-3", ())
-
-
 @pytest.mark.slow
-def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock):
-    publish(model, "v-1")
-    decider, network = decider_of(model, pools), Network()
-    network.is_down = False
+def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock, decider):
+    network = Network(engine_of)
     one = started(replica("one", decider, engine_of))
     two = started(replica("two", decider, network.load))
     publish(model, "v-2")
     network.is_down = True
-    for _ in range(2):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 2, one)
     assert is_leased(str(pools), "replies", "v-2")
     two._step()
     one._step()
@@ -527,9 +473,7 @@ def test_any_failure_to_load_is_a_problem_and_is_not_repeated_at_each_poll(
         raise RuntimeError("out of memory")
 
     one = replica("one", decider_of(model, pools), load)
-    for _ in range(5):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 5, one)
     assert len(loads) == 1
     assert one.problems == ("RuntimeError('out of memory')",)
     assert caplog.text.count("Traceback") == 1
@@ -546,7 +490,7 @@ def test_a_decider_that_does_not_answer_is_a_problem_that_is_counted(caplog):
         counted.append(tuple(problems))
         heard.set()
 
-    follower = Follower("one", ask, engine_of, 0.01, followed)
+    follower = Follower("one", ask, opened, 0.01, followed)
     follower.start(until_loaded=False)
     assert heard.wait(60)
     follower.close()
@@ -579,24 +523,20 @@ def test_a_service_that_slept_starts_though_its_old_version_was_removed(
 ):
     old = publish(model, "v-1")
     decider = decider_of(model, pools)
-    started(replica("one", decider, engine_of))
+    started(replica("one", decider, opened))
     publish(model, "v-2")
     shutil.rmtree(old)
     clock.now += 3600
-    two = replica("two", decider, engine_of)
+    two = replica("two", decider, opened)
     for _ in range(2):
         two._step()
     assert served(two) == "v-2"
 
 
-def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, clock):
+def test_vectors_that_are_not_the_models_are_refused(model, pools, publish):
     """As another build of the same weights might make them: the manifest cannot tell."""
     publish(model, "v-1")
-
-    def load(versions: Versions) -> Engine:
-        return Engine(versions.model, versions.pools)
-
-    engine = load(resolve(targets(model, pools))[0])
+    engine = engine_of(resolve(targets(model, pools))[0])
     with pytest.raises(BadInput, match="is not what the model makes of its text"):
         pool = engine.pools["replies"]
         shards = tuple(
@@ -608,7 +548,7 @@ def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, cloc
 
 def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, publish, clock):
     publish(model, "v-1")
-    one = started(replica("one", decider_of(model, pools), engine_of))
+    one = started(replica("one", decider_of(model, pools), opened))
     publish(model, "v-2")
     again = decider_of(model, pools)
     decision = again.follow(Report("one", one._serving))
@@ -617,14 +557,11 @@ def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, p
 
 
 def test_a_decider_that_starts_again_decides_nothing_before_it_has_heard_all(
-    model, pools, publish, clock
+    model, pools, publish, clock, decider
 ):
     """One replica had loaded v-2, another one had refused it: the first one to report served it alone."""
-    publish(model, "v-1")
-    decider = decider_of(model, pools)
-    one = started(replica("one", decider, engine_of))
+    one = started(replica("one", decider, opened))
     network = Network()
-    network.is_down = False
     two = started(replica("two", decider, network.load))
     publish(model, "v-2")
     network.is_down = True
@@ -638,10 +575,7 @@ def test_a_decider_that_starts_again_decides_nothing_before_it_has_heard_all(
         clock.now += 0.5
         assert (served(one), served(two)) == ("v-1", "v-1")
     network.is_down = False
-    for _ in range(70):
-        clock.now += 1
-        one._step()
-        two._step()
+    pass_seconds(clock, 72, one, two, every=3)
     assert (served(one), served(two)) == ("v-2", "v-2")
 
 
@@ -669,19 +603,6 @@ def test_no_replica_waits_for_a_registry_that_hangs(model, pools, publish, monke
     assert all(decision == Decision(wanted, None, ()) for decision in served)
 
 
-def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publish, clock):
-    publish(model, "v-1")
-    publish(model, "v-2")
-    decider = decider_of(model, pools)
-    one = started(replica("one", decider, engine_of))
-    assert served(one) == "v-2"
-    make_current(str(pools), "replies", "v-1")
-    for _ in range(3):
-        clock.now += 1
-        one._step()
-    assert served(one) == "v-1"
-
-
 @pytest.fixture
 def rolled_back(model, pools, publish, clock) -> Follower:
     """A replica that serves v-1, because v-2 was rolled back."""
@@ -689,9 +610,7 @@ def rolled_back(model, pools, publish, clock) -> Follower:
     publish(model, "v-2")
     one = started(replica("one", decider_of(model, pools), engine_of))
     make_current(str(pools), "replies", "v-1")
-    for _ in range(2):
-        clock.now += 1
-        one._step()
+    pass_seconds(clock, 2, one)
     assert served(one) == "v-1"
     return one
 
@@ -701,9 +620,9 @@ def test_a_current_that_cannot_be_taken_does_not_bring_back_what_was_rolled_back
     tiny_ranker, model, pools, publish, clock, rolled_back, problem
 ):
     """A promotion of a model with its pool passes through a CURRENT of the next model."""
-    new = Path(publish(tiny_ranker("poly", int(problem == "embedded by the model")), "v-3"))
+    new = publish(tiny_ranker("poly", int(problem == "embedded by the model")), "v-3")
     if problem == "damaged":
-        flip_a_byte(next((new / "vectors").glob("*.npy")))
+        damage(new)
     elif problem == "names no version":
         (pools / "replies" / "CURRENT").write_bytes(b"\xff")
     for _ in range(4):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,17 +18,18 @@ from fastapi.testclient import TestClient
 from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
+from serve import app
 from serve.engine import Engine
 from serve.http.api import create_app
-from serve.http.bearer_tokens import BearerTokens
+from serve.http.guard import MODEL
 from serve.service import Service
 
 from .live import serving
 
+INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
 NAME = "our-team/dialogue"
 QUERY = "hi , what do you do ?"
 TEXTS = ["i sail on the harbour", "tea", "no", "a nurse", "i sail on the harbour", "x" * 200]
-ARCHITECTURES = ["bi", "poly", "cross"]
 NEAR: dict[str, Any] = {"rel": 1e-4, "abs": 1e-6}
 
 
@@ -38,14 +37,13 @@ class Live(NamedTuple):
     """A service, and the model by itself."""
 
     url: str
+    http: httpx2.Client
     artifact: Artifact
     ranker: Ranker
 
     def post(self, path: str, body: Any) -> httpx2.Response:
         headers = {"content-type": "application/json"}
-        return httpx2.post(
-            f"{self.url}{path}", content=json.dumps(body), headers=headers, timeout=60
-        )
+        return self.http.post(path, content=json.dumps(body), headers=headers)
 
     def scores(self, query: str, texts: list[str]) -> np.ndarray:
         """By the formulas, one candidate at a time."""
@@ -83,7 +81,8 @@ def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
                 stack.callback(engine.close)
                 stack.callback(service.close)
                 url = stack.enter_context(serving(create_app(service, names=[NAME])))
-                made[architecture] = Live(url, artifact, load_ranker(Path(artifact.uri)))
+                http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
+                made[architecture] = Live(url, http, artifact, load_ranker(Path(artifact.uri)))
             return made[architecture]
 
         yield start
@@ -147,19 +146,17 @@ def refusal(response: httpx2.Response, status: int = 422) -> dict[str, Any]:
 
 
 def documented(path: str) -> jsonschema.Draft202012Validator:
-    """What OpenAPI says of the body that a route takes."""
-    interface = create_app(None).openapi()
-    body = interface["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    return jsonschema.Draft202012Validator({**body, "components": interface["components"]})
+    """What openapi.json says of the body that a route takes."""
+    body = INTERFACE["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return jsonschema.Draft202012Validator({**body, "components": INTERFACE["components"]})
 
 
 # Reranking
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("version", [1, 2])
-def test_coheres_client_reranks(live, cohere_of, architecture, version):
-    one = live(architecture)
+def test_coheres_client_reranks(live, cohere_of, version):
+    one = live("poly")
     scores = one.scores(QUERY, TEXTS)
     client = cohere_of(one, version)
     answer = client.rerank(model=NAME, query=QUERY, documents=TEXTS, top_n=3)
@@ -191,9 +188,8 @@ def test_coheres_client_raises_its_own_error(live, cohere, cohere_of):
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_jinas_format(live, architecture, path):
-    one = live(architecture)
+def test_jinas_format(live, path):
+    one = live("cross")
     body = {"model": NAME, "query": QUERY, "documents": TEXTS, "top_n": 2}
     answer = one.post(path, {**body, "return_documents": True}).json()
     scores = one.scores(QUERY, TEXTS)
@@ -207,7 +203,7 @@ def test_jinas_format(live, architecture, path):
     assert "document" not in one.post(path, body).json()["results"][0]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
 def test_tokens_are_those_that_the_model_reads(live, architecture):
     one = live(architecture)
     usage = one.post("/v1/rerank", {"query": QUERY, "documents": TEXTS}).json()["usage"]
@@ -218,7 +214,7 @@ def test_tokens_are_those_that_the_model_reads(live, architecture):
     assert usage == {"prompt_tokens": read, "total_tokens": read}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
 def test_teis_format(live, architecture):
     one = live(architecture)
     scores = one.scores(QUERY, TEXTS)
@@ -250,9 +246,8 @@ def test_scores_that_are_1_keep_their_order(live, monkeypatch):
 # Embeddings
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_teis_embeddings(live, architecture):
-    one = live(architecture)
+def test_teis_embeddings(live):
+    one = live("poly")
     vectors = one.vectors(TEXTS)
     found = one.post("/embed", {"inputs": TEXTS, "truncate": True}).json()
     assert np.allclose(found, unit(vectors), atol=1e-5)
@@ -271,23 +266,23 @@ def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker):
         for closing in (champion, candidate, service):
             stack.callback(closing.close)
         client = stack.enter_context(TestClient(create_app(service)))
-        with_candidate = [
-            client.post("/embed", json={"inputs": TEXTS}),
-            client.post("/embed", json={"inputs": TEXTS, "prompt_name": "context"}),
-            client.post("/", json={"inputs": TEXTS}),
-            client.post("/v1/embeddings", json={"input": TEXTS}),
-        ]
-        rerank = client.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS}).json()
-        assert rerank["model"] == candidate.model.fingerprint
-        assert with_candidate[-1].json()["model"] == champion.model.fingerprint
-        ranker = champion.ranker
-        expected = unit(inference.candidate_vectors(ranker, TEXTS).numpy())
-        contexts = inference.context_vectors(ranker, [[text] for text in TEXTS])[0][:, 0]
-        assert np.allclose(with_candidate[0].json(), expected, atol=1e-5)
-        assert np.allclose(with_candidate[1].json(), unit(contexts.numpy()), atol=1e-5)
-        assert np.allclose(with_candidate[2].json(), expected, atol=1e-5)
-        vectors = [row["embedding"] for row in with_candidate[3].json()["data"]]
-        assert np.allclose(vectors, expected, atol=1e-5)
+        rerank = client.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS})
+        assert rerank.json()["model"] == rerank.headers[MODEL] == candidate.model.fingerprint
+        texts = unit(inference.candidate_vectors(champion.ranker, TEXTS).numpy())
+        vectors = inference.context_vectors(champion.ranker, [[text] for text in TEXTS])[0]
+        for path, body, expected in (
+            ("/embed", {"inputs": TEXTS}, texts),
+            ("/embed", {"inputs": TEXTS, "prompt_name": "context"}, unit(vectors[:, 0].numpy())),
+            ("/", {"inputs": TEXTS}, texts),
+            ("/v1/embeddings", {"input": TEXTS}, texts),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.headers[MODEL] == champion.model.fingerprint
+            found = answer.json()
+            if isinstance(found, dict):
+                assert found["model"] == champion.model.fingerprint
+                found = [row["embedding"] for row in found["data"]]
+            assert np.allclose(found, expected, atol=1e-5)
 
 
 def test_contexts_are_embedded_where_they_have_one_vector(live):
@@ -323,17 +318,13 @@ def test_a_query_is_embedded_as_a_context(live, path):
     assert error["message"].endswith("model have 3 vectors each; allowed: document")
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64", None])
+@pytest.mark.parametrize("encoding", [{"encoding_format": "float"}, {}])
 def test_openais_client_embeds(live, openai_of, encoding):
+    """By default it asks for base64, and decodes it."""
     one = live("bi")
-    more = {} if encoding is None else {"encoding_format": encoding}
-    answer = openai_of(one).embeddings.create(model=NAME, input=TEXTS, user="me", **more)
-    expected = unit(one.vectors(TEXTS))
-    if encoding == "base64":
-        found = [np.frombuffer(base64.b64decode(e.embedding), "<f4") for e in answer.data]
-    else:
-        found = [e.embedding for e in answer.data]
-    assert np.allclose(found, expected, atol=1e-5)
+    answer = openai_of(one).embeddings.create(model=NAME, input=TEXTS, user="me", **encoding)
+    found = [embedding.embedding for embedding in answer.data]
+    assert np.allclose(found, unit(one.vectors(TEXTS)), atol=1e-5)
     assert [e.index for e in answer.data] == list(range(len(TEXTS)))
     assert answer.model == one.artifact.fingerprint
     assert answer.usage.total_tokens == answer.usage.prompt_tokens == one.tokens(TEXTS)
@@ -392,10 +383,10 @@ def test_openais_client_gets_the_model_and_no_other(live, openai, openai_of):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (path, {"query": QUERY, "documents": TEXTS})
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-    ]
-    + [("/v1/embeddings", {"input": TEXTS}), ("/embeddings", {"input": TEXTS})],
+        ("/rerank", {"query": QUERY, "documents": TEXTS}),
+        ("/v2/rerank", {"query": QUERY, "documents": TEXTS}),
+        ("/v1/embeddings", {"input": TEXTS}),
+    ],
 )
 def test_a_model_that_is_not_served_is_refused(live, path, body):
     """An answer of another model was taken for the one that was named."""
@@ -428,7 +419,7 @@ def test_without_names_any_model_means_the_served_one(tiny_ranker):
 def test_infinitys_routes_are_openais(live, path, same_as):
     one = live("bi")
     if "models" in path:
-        found, expected = (httpx2.get(one.url + route) for route in (path, same_as))
+        found, expected = (one.http.get(route) for route in (path, same_as))
     else:
         found, expected = (one.post(route, {"input": TEXTS}) for route in (path, same_as))
     assert (found.status_code, found.json()) == (200, expected.json())
@@ -446,18 +437,16 @@ def test_token_ids_of_another_vocabulary_are_refused(live, openai, openai_of, id
         openai_of(live("bi")).embeddings.create(model=NAME, input=ids)
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_hugging_faces_client_embeds(live, hugging_face_of, architecture):
-    one = live(architecture)
+def test_hugging_faces_client_embeds(live, hugging_face_of):
+    one = live("poly")
     found = hugging_face_of(one).feature_extraction(TEXTS, normalize=True, truncate=True)
     assert np.allclose(found, unit(one.vectors(TEXTS)), atol=1e-5)
     single = hugging_face_of(one).feature_extraction(TEXTS[0], normalize=False)
     assert np.allclose(single, one.vectors(TEXTS[:1]), atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_hugging_faces_client_compares_sentences(live, hugging_face_of, architecture):
-    one = live(architecture)
+def test_hugging_faces_client_compares_sentences(live, hugging_face_of):
+    one = live("cross")
     found = hugging_face_of(one).sentence_similarity(QUERY, other_sentences=TEXTS)
     assert found == pytest.approx(one.scores(QUERY, TEXTS), **NEAR)
 
@@ -482,10 +471,7 @@ MANY = ["a"] * 10_001
     ("path", "body", "field", "said"),
     [
         ("/rerank", {"query": QUERY}, "documents", "required"),
-        ("/rerank", {"texts": TEXTS}, "query", "required"),
         ("/rerank", {"query": QUERY, "texts": []}, "texts", "at least 1"),
-        ("/rerank", {"query": QUERY, "texts": MANY}, "texts", "at most 10000"),
-        ("/rerank", {"query": QUERY, "texts": ["a", 5]}, "texts.1", "string"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "raw_scores": "yes"}, "raw_scores", "boolean"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncation_direction": "left"},
          "truncation_direction", "right"),
@@ -500,23 +486,18 @@ MANY = ["a"] * 10_001
          "rank_fields.0", "'text'"),
         ("/rerank", {"query": QUERY, "texts": TEXTS, "truncate": False}, "truncate", "True"),
         ("/embed", {"inputs": "a", "truncate": False}, "truncate", "True"),
-        ("/", {"inputs": "a", "truncate": False}, "truncate", "True"),
-        ("/similarity", {"inputs": {"sentences": ["a"]}}, "inputs.source_sentence", "required"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
-        ("/v2/rerank", {**DOCUMENTS, "top_n": True}, "top_n", "integer"),
         ("/embed", {"inputs": []}, "inputs", "at least 1"),
         ("/embed", {"inputs": MANY}, "inputs", "at most 10000"),
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
         ("/embed", {"inputs": [101]}, "inputs", "token ids"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
         ("/embed", {"inputs": "a", "input_type": "clustering"}, "input_type", "'search_document'"),
-        ("/embed", {"inputs": "a", "truncation_direction": "left"}, "truncation_direction", "right"),
         ("/embed", {"inputs": "a", "dimensions": -1}, "dimensions", "greater"),
         ("/embed", {"inputs": "a", "output_dimension": 17}, "output_dimension", "at most 16"),
         ("/v1/embeddings", {"input": "a", "output_dtype": "int8"}, "output_dtype", "float"),
         ("/v1/embeddings", {"input": "a", "task": "separation"}, "task", "retrieval.query"),
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "at most 16"),
-        ("/v1/embeddings", {}, "input", "required"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ("/v1/embeddings", {"input": "a", "embedding_type": "binary"}, "embedding_type", "float"),
         ("/", {}, "inputs", "required"),
@@ -550,30 +531,3 @@ def test_what_means_nothing_here_changes_nothing(live, path, body, ignored):
 
     assert answer({**body, **ignored}) == answer(body)
     assert documented(path).is_valid({**body, **ignored})
-
-
-def test_all_but_the_page_of_the_playground_ask_for_the_token():
-    app = create_app(None, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
-    paths = ["/", "/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/v1/embeddings"]
-    with serving(app) as url:
-        for path in paths:
-            assert httpx2.post(f"{url}{path}", json={}).status_code == 401
-        assert httpx2.get(f"{url}/v1/models").status_code == 401
-        let_in = httpx2.post(f"{url}/", json={}, headers={"authorization": "Bearer open sesame"})
-        assert refusal(let_in)["field"] == "inputs"
-
-
-def test_too_much_work_and_too_little_time_are_refused_in_the_one_shape(live, monkeypatch):
-    one, body = live("bi"), {"query": QUERY, "texts": TEXTS}
-    monkeypatch.setattr("serve.batcher.Batcher._waiting_s", lambda *_: 3600.0)
-    for path, asked in (("/rerank", body), ("/embed", {"inputs": "a"})):
-        response = one.post(path, asked)
-        assert refusal(response, 429)["code"] == "overloaded"
-        assert response.headers["retry-after"] == "3600"
-
-
-def test_without_a_model_nothing_is_ready():
-    with serving(create_app(None)) as url:
-        for path, body in (("/rerank", DOCUMENTS), ("/embed", {"inputs": "a"})):
-            assert refusal(httpx2.post(f"{url}{path}", json=body), 503)["code"] == "not_ready"
-        assert refusal(httpx2.get(f"{url}/v1/models"), 503)["code"] == "not_ready"
