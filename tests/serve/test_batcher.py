@@ -83,6 +83,14 @@ def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
     assert gate.batches == [["first"], ["a"], ["b"]]
 
 
+def test_whoever_comes_first_is_computed_first_whatever_its_deadline(batcher):
+    gate = Gate(cost=1)
+    now = time.monotonic()
+    later = [batcher.run(gate.stage, [s], [1], now + s) for s in (50, 40, 45)]
+    run(behind(gate, batcher, lambda: later))
+    assert gate.batches[1:] == [[50], [40], [45]]
+
+
 async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
     SENDER.set(sender)
     with batcher.admit("request", cost, soon()):
