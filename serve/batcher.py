@@ -371,7 +371,8 @@ class Batcher:
         heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
-        cost, most_cost = 0.0, self._most_cost(stage, heaps)
+        crowd = self._crowd(heaps)
+        cost, most_cost = 0.0, self._most_cost(stage, crowd)
         while heaps and len(batch) < self._batch_rows:
             _, (_, _, call), queue = _next_queue(heaps)
             rows_left, row_cost = len(call.rows) - call.taken, call.costs[call.taken]
@@ -379,6 +380,8 @@ class Batcher:
                 taken = rows_left
             elif batch and cost + row_cost > most_cost:
                 break
+            elif batch and queue is crowd and batch[0][0].part.queue is not crowd:
+                break  # the first would wait for the rows of the others, too
             else:
                 taken = 1
                 batch.append((call, call.taken))
@@ -394,11 +397,16 @@ class Batcher:
             del self._calls[together]
         return batch
 
-    def _most_cost(self, stage: Stage, heaps: Mapping[_Queue, _Heap]) -> float:
+    def _crowd(self, heaps: Mapping[_Queue, _Heap]) -> _Queue | None:
+        """The queue that has most of the rows while other senders are there, if any."""
+        largest = max(heaps, key=lambda queue: queue.rows)
+        has_most = 2 * largest.rows > sum(queue.rows for queue in heaps)
+        return largest if has_most and len(self._present) > 1 else None
+
+    def _most_cost(self, stage: Stage, crowd: _Queue | None) -> float:
         """The most cost of the next batch."""
-        rows = [queue.rows for queue in heaps]
         unit_s = self._batch_means[stage.name].value
-        if not unit_s or len(self._present) < 2 or 2 * max(rows) <= sum(rows):
+        if crowd is None or not unit_s:
             return stage.batch_cost
         return min(stage.batch_cost, _SHORT_BATCH_S / unit_s)
 

@@ -71,9 +71,7 @@ progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for 
 estimate._MEASURED_SECONDS = 0.05
 flops._MEASURED_SECONDS, flops._MEASURED_SIZE["cpu"] = 0.01, 256
 
-# Collections look at the objects of the tests alone, and less often: `make test-fast` takes a tenth less.
-gc.freeze()
-gc.set_threshold(20_000, 20, 20)
+gc.disable()  # until all tests are there
 
 # The same examples in every run, so that more of them would find the same.
 settings.register_profile(
@@ -156,6 +154,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = {file.as_posix(), f"{file.as_posix()}::{getattr(item, 'originalname', '')}"}
         if _ALIKE.isdisjoint(names) and any(map(file.is_relative_to, _COMPUTES)):
             item.add_marker("processor")
+    # Collections look at the objects of tests alone, and less often: `make test-fast` takes a tenth less.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @functools.cache

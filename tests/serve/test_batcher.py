@@ -332,6 +332,10 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
     sizes.clear()
     run(behind(gate, batcher, lambda: [ask("few", 5), ask("many", 5)]))
     assert sizes == [10]
+    gate.opened.clear()
+    sizes.clear()
+    run(behind(gate, batcher, lambda: [ask("few", 1), ask("many", 10)]))
+    assert sizes == [1, 3, 3, 3, 1], "the one row is not computed together with the many"
 
 
 def test_the_watch_hears_of_every_batch():
