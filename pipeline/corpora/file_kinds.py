@@ -59,13 +59,18 @@ def require_narrow(uri: str, data: bytes, option: str = "") -> None:
         raise not_utf8(uri, 1, data[:_HEAD_BYTES], guess, option)
 
 
+def is_in(data: bytes, encoding: str) -> bool:
+    """Whether the bytes are text in this encoding."""
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def western_encoding(data: bytes) -> str:
     """cp1252 (Windows), which is Latin-1 with more letters, or "" for bytes that it lacks."""
-    try:
-        data.decode("cp1252")
-    except UnicodeDecodeError:
-        return ""
-    return "cp1252"
+    return "cp1252" if is_in(data, "cp1252") else ""
 
 
 def not_utf8(uri: str, number: int, data: bytes, guess: str, option: str) -> BadInput:

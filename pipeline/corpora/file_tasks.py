@@ -7,7 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
 from pipeline.engine.draft import Draft
-from pipeline.engine.records import TaskRecord
+from pipeline.engine.records import RecordT, TaskRecord
 from pipeline.engine.run import run_tasks
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
@@ -32,6 +32,10 @@ _CHARACTERS_PER_SHARD = 1 << 28
 _DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md", re.IGNORECASE)
 
 ParsedRow = dict[str, Any]
+
+
+class Malformed(Exception):
+    """A unit that is not what the format says; the message is the reason."""
 
 
 class ParseReport:
@@ -49,16 +53,19 @@ class ParseReport:
         self.notes: list[str] = []
         """Remarks on the file for a person."""
 
-    def close(self, draft: Draft, task: str, privacy: Privacy) -> TaskRecord:
-        """Saves samples of the rejected records; returns the report as a record without files."""
+    def close(
+        self, draft: Draft, task: str, privacy: Privacy, kind: type[RecordT], **fields: Any
+    ) -> RecordT:
+        """Saves samples of the rejected records; returns a record with the report and more `fields`."""
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
-        return TaskRecord(
-            counts={"records": self.records, **self.counts},
-            malformed=dict(self.malformed.counts),
-            dropped=dict(rejects.counts),
-            notes=self.notes,
-        )
+        reported = {
+            "counts": {"records": self.records, **self.counts},
+            "malformed": dict(self.malformed.counts),
+            "dropped": dict(rejects.counts),
+            "notes": self.notes,
+        }
+        return kind(**{**reported, **fields})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,16 +203,10 @@ def _convert(
             write(split)
     for split in SPLITS:
         write(split)
-    account_record = report.close(draft, task, privacy)
-    return FileRecord(
-        input=uri,
-        sample=sample.tolist(),
-        files=files,
-        counts={**counts, **account_record.counts},
-        dropped=account_record.dropped,
-        malformed=account_record.malformed,
-        notes=account_record.notes,
+    record = report.close(
+        draft, task, privacy, FileRecord, input=uri, sample=sample.tolist(), files=files
     )
+    return replace(record, counts={**counts, **record.counts})
 
 
 def redact_rows(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]:

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -106,7 +105,7 @@ def _choose_others(
     counts = {"others": len(names), **redacted_count(redacted)}
     if len(names) < count:
         counts["others.missing"] = count - len(names)
-    return replace(report.close(draft, task, privacy), files=files, counts=counts)
+    return report.close(draft, task, privacy, TaskRecord, files=files, counts=counts)
 
 
 def _rows(draft: Draft, files: Sequence[str], *columns: str) -> Iterator[Any]:

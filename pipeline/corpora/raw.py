@@ -28,7 +28,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord, sum_counts
 
-_PIECE_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 18  # decompressed at once
 _SAMPLED_BYTES = 4 << 20
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
 _MAX_SAMPLE_CHARACTERS = 2000
@@ -92,16 +92,14 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
 
 def _decompressed(uri: str, start: int, end: int | None) -> Iterator[bytes]:
     with closing(storage.read_ahead(uri, start, end)) as stored_pieces:
-        pieces = _small_pieces(stored_pieces)
-        piece = next(pieces, b"")
-        make = next((make for magic, make in _DECOMPRESSORS if piece.startswith(magic)), None)
+        pieces = slices(stored_pieces, _PIECE_BYTES)
+        first = next(pieces, b"")
+        make = next((make for magic, make in _DECOMPRESSORS if first.startswith(magic)), None)
         if make is None:
-            while piece:
-                yield piece
-                piece = next(pieces, b"")
+            yield from itertools.chain([first] if first else [], pieces)
             return
         decompressor = None
-        while piece:
+        for piece in itertools.chain([first], pieces):
             while piece:  # a file may hold several frames, one after the other
                 if decompressor is None:
                     # Behind a frame zeros may follow: xz writes them, and tapes fill blocks with them.
@@ -117,7 +115,6 @@ def _decompressed(uri: str, start: int, end: int | None) -> Iterator[bytes]:
                     yield data
                 piece = decompressor.unused_data if decompressor.eof else b""
                 decompressor = None if decompressor.eof else decompressor
-            piece = next(pieces, b"")
         if decompressor is not None:
             raise Truncated(f"{uri}: the compressed stream is cut off")
 
@@ -131,13 +128,6 @@ def expansion(uri: str) -> tuple[float, float]:
             size += len(piece)
             lines += piece.count(b"\n")
     return size / max(stored_bytes, 1), size / max(lines, 1)
-
-
-def _small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces that are small enough to decompress at once."""
-    for data in pieces:
-        for start in range(0, len(data), _PIECE_BYTES):
-            yield data[start : start + _PIECE_BYTES]
 
 
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
@@ -189,11 +179,11 @@ def with_line_feeds(pieces: Iterable[AnyStr]) -> Iterator[AnyStr]:
         yield piece.replace(carriage_return, feed) if old_lines else piece
 
 
-def slices(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, at most 1 MiB at a time: 256 KiB of a dull stream may hold hundreds of MiB."""
+def slices(pieces: Iterable[bytes], size: int = 1 << 20) -> Iterator[bytes]:
+    """The same bytes, at most `size` at a time: 256 KiB of a dull stream may hold hundreds of MiB."""
     for piece in pieces:
-        for start in range(0, len(piece), 1 << 20):
-            yield piece[start : start + (1 << 20)]
+        for start in range(0, len(piece), size):
+            yield piece[start : start + size]
 
 
 def read_lines(
@@ -222,30 +212,17 @@ def read_lines(
                 number += 1
                 yield number, line.removeprefix("\ufeff").removesuffix("\r")
     except Truncated as error:
-        if reading.truncated == "stop":
-            raise truncated_input(error, number) from None
-        if notes is not None:
-            notes.append(truncation_note(error, number))
+        accept_truncated(error, reading, notes if notes is not None else [], number)
     if undecodable and notes is not None:
         notes.append(f"{uri}: U+FFFD for bytes that are not UTF-8 in {undecodable:,} lines")
 
 
 def _undecodable_lines(block: bytes) -> list[tuple[int, bytes]]:
     """(place from 1, line) of the lines that are not UTF-8."""
-    try:
-        block.decode()
+    if file_kinds.is_in(block, "utf-8"):
         return []
-    except UnicodeDecodeError:
-        lines = block.split(b"\n")
-        return [(place, line) for place, line in enumerate(lines, start=1) if not _is_utf8(line)]
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    lines = enumerate(block.split(b"\n"), start=1)
+    return [(place, line) for place, line in lines if not file_kinds.is_in(line, "utf-8")]
 
 
 def is_overlong(line: str) -> bool:
@@ -273,10 +250,14 @@ def truncation_note(error: Truncated, number: int, unit: str = "lines") -> str:
     return f"{error}; its {number:,} whole {unit} are used"
 
 
-def truncated_input(error: Truncated, number: int, unit: str = "lines") -> BadInput:
-    return BadInput(
-        f"{error} after {number:,} whole {unit}; --reading.truncated keep uses what is there"
-    )
+def accept_truncated(
+    error: Truncated, reading: Reading, notes: list[str], number: int, unit: str = "lines"
+) -> None:
+    """Notes that a file is used up to its last whole line. Raises BadInput unless `reading` keeps those."""
+    if reading.truncated == "stop":
+        advice = "--reading.truncated keep uses what is there"
+        raise BadInput(f"{error} after {number:,} whole {unit}; {advice}") from None
+    notes.append(truncation_note(error, number, unit))
 
 
 @dataclass

@@ -27,12 +27,8 @@ from pipeline.arrays import Floats, Ints
 from pipeline.corpora.dedup.hashing import Hashes, Tokens, mix, random_hashes, segments
 
 PRIME = (1 << 61) - 1
-_CHUNK = (
-    1 << 15
-)  # shingles at a time: the arrays of `permute`, 256 KiB each, stay in a core's cache
-_NEIGHBOURS = (
-    32  # a group of more rows with the same band is compared in a window, not all with all
-)
+_CHUNK = 1 << 15  # shingles at a time: arrays of `permute`, 256 KiB each, stay in a core's cache
+_NEIGHBOURS = 32  # a larger group with the same band is compared in a window, not all with all
 _PAIRS_COMPARED = 1 << 16  # at a time
 
 _P = np.uint64(PRIME)

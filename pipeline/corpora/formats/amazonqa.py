@@ -30,6 +30,7 @@ from pipeline import storage
 from pipeline.artifact import FileEntry
 from pipeline.config import require
 from pipeline.corpora import buckets, file_tasks, raw
+from pipeline.corpora.file_tasks import Malformed
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
@@ -68,10 +69,6 @@ class Pair(NamedTuple):
     product: str
     question: str
     answer: str
-
-
-class Malformed(Exception):
-    """The line is not what the format says; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +119,7 @@ def _read_file(
         columns = [keys, *map(list, zip(*part, strict=True))]
         part_names.append(f"{task}-{len(part_names):03d}")
         buckets.write(draft, part_names[-1], pa.table(columns, schema=_PAIRS), bucket, bucket_count)
-    account_record = report.close(draft, task, privacy)
-    return PairsRecord(
-        input=uri,
-        parts=part_names,
-        counts=account_record.counts,
-        dropped=account_record.dropped,
-        malformed=account_record.malformed,
-        notes=account_record.notes,
-    )
+    return report.close(draft, task, privacy, PairsRecord, input=uri, parts=part_names)
 
 
 def _key(pair: Pair) -> str:

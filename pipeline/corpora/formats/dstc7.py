@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.file_tasks import Malformed
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_by_name_or_group
@@ -52,10 +53,6 @@ class Options:
     augment: bool = False
     """Also make an example of each earlier turn of participant 2 in training files, without candidates.
     The published results come from such a set."""
-
-
-class _Malformed(Exception):
-    """The record breaks the format; the message is the reason."""
 
 
 def prepare(
@@ -90,9 +87,9 @@ def parse(
             split = _split(record, name, group)
             messages = _pairs(record, "messages-so-far", "speaker")
             if not messages:
-                raise _Malformed("messages-so-far is empty")
+                raise Malformed("messages-so-far is empty")
             choice = _choice(uri, record, split, answers)
-        except _Malformed as fault:
+        except Malformed as fault:
             record_json = json.dumps(record, ensure_ascii=False)
             report.malformed.add(str(fault), uri, number, record_json)
             continue
@@ -148,7 +145,7 @@ def read_answers(uris: list[str], reading: raw.Reading) -> Answers:
 def _example_id(record: dict[str, Any]) -> int:
     value = record.get("example-id")
     if type(value) is not int:
-        raise _Malformed("example-id is no integer")
+        raise Malformed("example-id is no integer")
     return value
 
 
@@ -159,7 +156,7 @@ def _split(record: dict[str, Any], name: str, group: str) -> Split:
         return split_by_name_or_group(name.removeprefix("ubuntu_"), group)
     split = named_split(split_name) if isinstance(split_name, str) else None
     if not split:
-        raise _Malformed("data-split names no split")
+        raise Malformed("data-split names no split")
     return split
 
 
@@ -169,9 +166,9 @@ def _pairs(record: dict[str, Any], field: str, key: str) -> list[tuple[str, str]
     try:
         pairs = [(value[key], value["utterance"]) for value in values or []]
     except (KeyError, TypeError):
-        raise _Malformed(f"{field} is no list of {key} and utterance") from None
+        raise Malformed(f"{field} is no list of {key} and utterance") from None
     if not all(raw.is_text(text) for pair in pairs for text in pair):
-        raise _Malformed(f"{field} holds what is no text")
+        raise Malformed(f"{field} holds what is no text")
     return pairs
 
 
@@ -181,7 +178,7 @@ def _choice(
     """(response, candidates, the response's place in them)"""
     subtask = record.get("scenario", 1)
     if subtask not in (1, 3, 4, 5):
-        raise _Malformed("scenario is not 1, 3, 4 or 5")
+        raise Malformed("scenario is not 1, 3, 4 or 5")
     right_answers: list[tuple[str, str]] = []
     if "options-for-correct-answers" in record:
         right_answers = _pairs(record, "options-for-correct-answers", "candidate-id")
@@ -195,12 +192,12 @@ def _choice(
     if split == "train" and not options and right_answers:
         return right_answers[0][1], None, None
     if len(options) != CANDIDATES:
-        raise _Malformed(f"not {CANDIDATES} candidates")
+        raise Malformed(f"not {CANDIDATES} candidates")
     if subtask == 4:
         options.append((NONE, NONE))
     places = [place for place, (name, _) in enumerate(options) if name in ids]
     if not places:
-        raise _Malformed("no right answer among the candidates")
+        raise Malformed("no right answer among the candidates")
     label, *other_places = places
     texts = [text for place, (_, text) in enumerate(options) if place not in other_places]
     return texts[label], texts, label

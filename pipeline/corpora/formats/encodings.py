@@ -37,9 +37,7 @@ def lines(
         for number, line in enumerate(decoded_lines, start=1):
             yield number, line.removeprefix("\ufeff").removesuffix("\r")
     except raw.Truncated as error:
-        if reading.truncated == "stop":
-            raise raw.truncated_input(error, number) from None
-        notes.append(raw.truncation_note(error, number))
+        raw.accept_truncated(error, reading, notes, number)
 
 
 def is_damaged(line: str) -> bool:

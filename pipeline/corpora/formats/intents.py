@@ -46,9 +46,7 @@ _IN_FOLDERS = ("hwu64", "snips")
 
 _SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))
 _PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
-_VALID_HASH = (
-    "valid "  # before an id: another draw than that of the split of a file that names none
-)
+_VALID_HASH = "valid "  # before an id: another draw than for a file that names no split
 # CLINC150 comes in four sizes in one folder, BANKING77 of DialoGLUE with 5 and 10 texts of each intent.
 _VARIANT = re.compile(
     r"(?P<texts>data|train)(?:_(?:full|small|imbalanced|oos_plus|\d+))?\.(?:json|csv)"

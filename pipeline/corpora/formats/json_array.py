@@ -45,9 +45,7 @@ def read_objects(
                 value_json = json.dumps(value, ensure_ascii=False)
                 report.malformed.add("not a JSON object", uri, number, value_json)
     except raw.Truncated as error:
-        if reading.truncated == "stop":
-            raise raw.truncated_input(error, number, "objects") from None
-        report.notes.append(raw.truncation_note(error, number, "objects"))
+        raw.accept_truncated(error, reading, report.notes, number, "objects")
 
 
 def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:

@@ -33,22 +33,15 @@ from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.hashing import Hashes
+from pipeline.corpora.file_tasks import Malformed
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
 
-_CONTEXT_NAMES = (
-    "context",
-    "question",
-    "query",
-    "anchor",
-    "prompt",
-    "input",
-    "utterance",
-    "message",
-)
+_CONTEXT_NAMES = ("context", "question", "query", "anchor", "prompt", "input", "utterance",
+                  "message")  # fmt: skip
 _RESPONSE_NAMES = ("response", "answer", "positive", "reply", "completion", "output", "passage")
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 
@@ -160,10 +153,6 @@ def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
     words = {column: re.split(r"[\s_-]+", column.strip().lower()) for column in columns}
     exact = [column for column in columns if column.strip().lower() in names]
     return exact or [column for column in columns if words[column][-1] in names]
-
-
-class Malformed(Exception):
-    """The row makes no example; the message is the reason."""
 
 
 def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> None:

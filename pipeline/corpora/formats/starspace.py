@@ -29,7 +29,6 @@ from pipeline.engine.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
 _BASE = "basedocs"
-_OVERLONG = raw.OVERLONG.decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ def _read_articles(
         if not sentences:
             continue
         report.records += 1
-        if line.startswith(_OVERLONG):
+        if raw.is_overlong(line):
             report.malformed.add("line too long", uri, number, line)
             continue
         name = hashlib.blake2b("\t".join(sentences).encode(), digest_size=8).hexdigest()

@@ -109,7 +109,7 @@ def read(
         objects = json_array.read_objects(uri, reading, report, form.encoding, opening)
         return _json_table(uri, objects, option_columns)
     if kind == "json":
-        return _json_rows(uri, lines, option_columns, report)
+        return _json_table(uri, _json_objects(uri, lines, report), option_columns)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
     records = csv_records(uri, lines, report, delimiter, form.quotes)
@@ -286,13 +286,9 @@ def csv_records(
 
 
 def _fault(line: str) -> str:
-    return (
-        "line too long"
-        if raw.is_overlong(line)
-        else "not UTF-8"
-        if encodings.is_damaged(line)
-        else ""
-    )
+    if raw.is_overlong(line):
+        return "line too long"
+    return "not UTF-8" if encodings.is_damaged(line) else ""
 
 
 def _size_of_line(line: str) -> str:
@@ -320,12 +316,6 @@ def _csv_rows(
     for number, fields in records:
         report.records += 1
         yield number, dict(zip(columns, fields, strict=True))
-
-
-def _json_rows(
-    uri: str, lines: Lines, option_columns: Mapping[str, str], report: file_tasks.ParseReport
-) -> Rows:
-    return _json_table(uri, _json_objects(uri, lines, report), option_columns)
 
 
 def _opening(first_line: str) -> str:
@@ -427,14 +417,11 @@ def _shortest_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def delimiter_hint(columns: list[str], form: TableFormat) -> str:
     """For a file with one column, the delimiter that it seems to have; "" for other files."""
-    delimiters = [
-        delimiter
-        for delimiter in _OTHER_DELIMITERS
-        if len(columns) == 1 and delimiter in columns[0]
-    ]
-    if not delimiters:
+    header = columns[0] if len(columns) == 1 else ""
+    delimiter = next((character for character in _OTHER_DELIMITERS if character in header), "")
+    if not delimiter:
         return ""
-    delimiter_shown = "\\t" if delimiters[0] == "\t" else delimiters[0]
+    delimiter_shown = "\\t" if delimiter == "\t" else delimiter
     option = f", which --{form.option('delimiter')} '{delimiter_shown}' reads" if form.GROUP else ""
     return f" (the fields seem to be separated by '{delimiter_shown}'{option})"
 

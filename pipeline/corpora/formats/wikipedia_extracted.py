@@ -25,7 +25,6 @@ from pipeline.corpora.formats import wikitext
 from pipeline.corpora.formats.articles import Article
 
 _DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*)">')
-_OVERLONG = raw.OVERLONG.decode()
 
 
 def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Article]:
@@ -76,7 +75,7 @@ def _json_article(line: str, number: int) -> Article | None:
 def _paragraphs(line: str, title: str) -> list[str]:
     """The paragraphs of a line of text: none (the title's line), one, or more."""
     text = html.unescape(line).strip()
-    if not text or text == title or text.startswith(_OVERLONG):
+    if not text or text == title or raw.is_overlong(text):
         return []
     if wikitext.has_markup(text):
         try:

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import ParseReport
+from pipeline.corpora.file_tasks import Malformed, ParseReport
 from pipeline.corpora.formats import wikitext
 from pipeline.corpora.formats.articles import Article
 
@@ -74,10 +74,6 @@ def parts(uri: str) -> list[str]:
     return [f"{uri}#bytes={start:012d}-{min(start + PART_BYTES, size)}" for start in starts]
 
 
-class _Malformed(Exception):
-    """The message is the reason."""
-
-
 def articles(part: str, reading: raw.Reading, report: ParseReport) -> Iterator[Article]:
     """The articles of a dump or a part of one; every other page is counted with its reason.
 
@@ -92,7 +88,7 @@ def articles(part: str, reading: raw.Reading, report: ParseReport) -> Iterator[A
             report.records += 1
             try:
                 article, ruled_out = _article(page, place, hidden)
-            except _Malformed as error:
+            except Malformed as error:
                 report.malformed.add(str(error), part, place, page.decode(errors="replace"))
                 continue
             if ruled_out:
@@ -100,26 +96,24 @@ def articles(part: str, reading: raw.Reading, report: ParseReport) -> Iterator[A
             else:
                 yield article
     except raw.Truncated as error:
-        if reading.truncated == "stop":
-            raise raw.truncated_input(error, place, "pages") from None
-        report.notes.append(raw.truncation_note(error, place, "pages"))
+        raw.accept_truncated(error, reading, report.notes, place, "pages")
 
 
 def _article(page: bytes, place: int, hidden: frozenset[str]) -> tuple[Article, str]:
     """A page and why it is no article, "" if it is one.
 
-    Raises _Malformed.
+    Raises Malformed.
     """
     if not page.endswith(_END):
-        raise _Malformed("page without an end, or too large")
+        raise Malformed("page without an end, or too large")
     try:
         tree = ElementTree.fromstring(page.decode(errors="replace"))
     except ElementTree.ParseError:
-        raise _Malformed("page that is no XML") from None
+        raise Malformed("page that is no XML") from None
     name, title = tree.findtext("id"), tree.findtext("title")
     markup = tree.findtext("revision/text")
     if not (name and title) or markup is None:
-        raise _Malformed("page without id, title or text")
+        raise Malformed("page without id, title or text")
     reason = ""
     if tree.findtext("ns", "0") != "0":
         reason = "outside the main namespace"
@@ -132,7 +126,7 @@ def _article(page: bytes, place: int, hidden: frozenset[str]) -> tuple[Article, 
     try:
         text = [] if reason else wikitext.paragraphs(markup, hidden)
     except wikitext.MarkupError:
-        raise _Malformed("markup beyond the limits") from None
+        raise Malformed("markup beyond the limits") from None
     return Article(name, title, place, text), reason
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import singledispatch
 
 import mwparserfromhell
 from mwparserfromhell.nodes import (
@@ -172,34 +171,28 @@ def _write(code: Wikicode, write: Write, hidden: frozenset[str]) -> None:
         _show(node, write, hidden)
 
 
-@singledispatch
 def _show(node: Node, write: Write, hidden: frozenset[str]) -> None:
     """Arguments of templates and comments show nothing."""
+    match node:
+        case Text():
+            write(str(node.value))
+        case Template() if not _NOTES.match(str(node.name).strip()):
+            write(_HOLE)
+        case HTMLEntity():
+            write(node.normalize())
+        case Heading():
+            write("\n")
+        case Wikilink():
+            _show_link(node, write, hidden)
+        case ExternalLink() if node.title is not None:
+            _write(node.title, write, hidden)
+        case ExternalLink() if not node.brackets:
+            write(str(node.url))
+        case Tag():
+            _show_tag(node, write, hidden)
 
 
-@_show.register
-def _(node: Template, write: Write, hidden: frozenset[str]) -> None:
-    if not _NOTES.match(str(node.name).strip()):
-        write(_HOLE)
-
-
-@_show.register
-def _(node: Text, write: Write, hidden: frozenset[str]) -> None:
-    write(str(node.value))
-
-
-@_show.register
-def _(node: HTMLEntity, write: Write, hidden: frozenset[str]) -> None:
-    write(node.normalize())
-
-
-@_show.register
-def _(node: Heading, write: Write, hidden: frozenset[str]) -> None:
-    write("\n")
-
-
-@_show.register
-def _(node: Wikilink, write: Write, hidden: frozenset[str]) -> None:
+def _show_link(node: Wikilink, write: Write, hidden: frozenset[str]) -> None:
     target = str(node.title).strip()
     namespace = target.partition(":")[0].strip().lower() if ":" in target else ""
     if namespace in hidden:
@@ -210,16 +203,7 @@ def _(node: Wikilink, write: Write, hidden: frozenset[str]) -> None:
         _write(node.title, write, hidden)
 
 
-@_show.register
-def _(node: ExternalLink, write: Write, hidden: frozenset[str]) -> None:
-    if node.title is not None:
-        _write(node.title, write, hidden)
-    elif not node.brackets:
-        write(str(node.url))
-
-
-@_show.register
-def _(node: Tag, write: Write, hidden: frozenset[str]) -> None:
+def _show_tag(node: Tag, write: Write, hidden: frozenset[str]) -> None:
     name = str(node.tag).strip().lower()
     if name in _DROPPED:
         if name in _IN_SENTENCES:

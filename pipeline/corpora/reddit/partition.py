@@ -127,8 +127,8 @@ def read_dumps(
     dumps = [f"file-{index:05d}" for index in range(len(files))]
     dump_records = finished.records(dumps, DumpRecord)
     for dump in dump_records.values():
-        if dump.cut_off and reading.truncated == "stop":
-            raise raw.truncated_input(raw.Truncated(dump.cut_off), dump.lines)
+        if dump.cut_off:  # which its record notes
+            raw.accept_truncated(raw.Truncated(dump.cut_off), reading, [], dump.lines)
     return {**blocks, **dump_records}
 
 

@@ -48,9 +48,8 @@ class Shuffle:
         if not self.is_merged:
             return join
         pieces = max(1, -(-self.group_blocks * block_bytes // buckets.MERGE_BYTES))
-        return join + self.blocks * 2 * (
-            1 + min(pieces, self.buckets)
-        )  # its size, and a piece or offsets
+        reads_of_block = 1 + min(pieces, self.buckets)  # its offsets, then its pieces
+        return join + self.blocks * 2 * reads_of_block  # each asks for the file's size, too
 
 
 def merge_blocks(draft: Draft, blocks: Sequence[str], bucket_count: int) -> list[str]:
