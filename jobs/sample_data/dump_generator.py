@@ -176,17 +176,14 @@ def _comments_of(options: Options, month: int) -> _Comments:
     per_month = -(-options.comments // options.months)
     ids = 2 * _SLOTS * per_month  # of a month
     first_id = _FIRST_ID + ids * month
-    threads = _threads_of(options, month)
-    number, parent, link = (
-        threads if month == options.months - 1 else threads[:, threads[0] < first_id + ids]
-    )
+    columns = _threads_of(options, month)
+    if month < options.months - 1:
+        columns = columns[:, columns[0] < first_id + ids]
     if month:
         earlier = _threads_of(options, month - 1)
-        late_comments = earlier[:, earlier[0] >= first_id]
-        order = np.argsort(np.concatenate([late_comments[0], number]), kind="stable")
-        number, parent, link = np.concatenate([late_comments, [number, parent, link]], axis=1)[
-            :, order
-        ]
+        columns = np.concatenate([earlier[:, earlier[0] >= first_id], columns], axis=1)
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+    number, parent, link = columns
     start, end = (int(_month_start(m).timestamp()) for m in (month, month + 1))
     created = start + (number - first_id) * (end - start) // ids
     return _Comments(number, parent, link, created)

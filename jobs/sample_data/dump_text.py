@@ -33,9 +33,9 @@ _NOTICES = {
     "[removed]": 0.01,
     "Your submission has been automatically removed.\n\n*I am a bot, and this action was performed "
     "automatically. Please [contact the moderators](/message/compose/) if you have any questions.*": 0.004,
-    "Hi! Please read the [rules](/wiki/rules) before you post:\n\n* no \"memes\"\n* be kind\n\n*I am a "
+    'Hi! Please read the [rules](/wiki/rules) before you post:\n\n* no "memes"\n* be kind\n\n*I am a '
     "bot, and this action was performed automatically.*": 0.003,
-}  # fmt: skip
+}
 DELETED, REMOVED, *_BOT = range(len(_NOTICES))
 
 # What follows a word within a text, by share, and at a text's end.

@@ -98,17 +98,14 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
         return piece
 
     def pieces() -> Iterator[bytes]:
-        yield (
-            (head_bytes + np.concatenate([[0], np.cumsum(sizes.sum(axis=0))]))
-            .astype("<i8")
-            .tobytes()
-        )
+        ends = head_bytes + np.cumsum(sizes.sum(axis=0))
+        yield np.concatenate([[head_bytes], ends]).astype("<i8").tobytes()
         first = 0
         while first < bucket_count:
             cumulative_bytes = np.cumsum(sizes[:, first:].sum(axis=0))
             last = first + max(1, int(np.searchsorted(cumulative_bytes, MERGE_BYTES, side="right")))
-            starts, ends = offsets[:, first], offsets[:, last]
-            pieces_of_files = list(pool.map(read_piece, names, starts.tolist(), ends.tolist()))
+            starts, stops = offsets[:, first], offsets[:, last]
+            pieces_of_files = list(pool.map(read_piece, names, starts.tolist(), stops.tolist()))
             for bucket in range(first, last):
                 for file, piece in enumerate(pieces_of_files):
                     offset, size = offsets[file, bucket] - starts[file], sizes[file, bucket]

@@ -56,7 +56,7 @@ def require_text(uri: str, head: bytes) -> None:
 def require_narrow(uri: str, data: bytes, option: str = "") -> None:
     """Raises BadInput for a file in UTF-16 or UTF-32 that begins with `data`."""
     if guess := _wide_encoding(data[:_HEAD_BYTES]):
-        raise not_utf8(uri, 1, data[:_HEAD_BYTES], guess, option)
+        raise not_utf8(uri, 1, data[:_HEAD_BYTES], option, guess)
 
 
 def is_in(data: bytes, encoding: str) -> bool:
@@ -68,14 +68,12 @@ def is_in(data: bytes, encoding: str) -> bool:
     return True
 
 
-def western_encoding(data: bytes) -> str:
-    """cp1252 (Windows), which is Latin-1 with more letters, or "" for bytes that it lacks."""
-    return "cp1252" if is_in(data, "cp1252") else ""
+def not_utf8(uri: str, number: int, data: bytes, option: str, guess: str = "cp1252") -> BadInput:
+    """The refusal of a line that is not UTF-8. `option` sets the encoding; "": nothing does.
 
-
-def not_utf8(uri: str, number: int, data: bytes, guess: str, option: str) -> BadInput:
-    """The refusal of a line that is not UTF-8. `option` sets the encoding; "": nothing does."""
-    if not guess:
+    The usual guess is Windows' encoding, which is Latin-1 with more letters, unless it lacks these bytes.
+    """
+    if guess == "cp1252" and not is_in(data, guess):
         advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
         return BadInput(f"{uri}, line {number}: not UTF-8{advice}")
     text = data.decode(guess, errors="ignore").removeprefix("\ufeff").split("\n")[0]

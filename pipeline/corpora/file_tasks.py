@@ -38,20 +38,20 @@ class Malformed(Exception):
     """A unit that is not what the format says; the message is the reason."""
 
 
+@dataclass
 class ParseReport:
     """The report of a parser: counts and samples of the records that became no row."""
 
-    def __init__(self) -> None:
-        self.records = 0
-        """Units of the format that were read: lines, documents."""
-        self.malformed = raw.Rejects()
-        """Units that are not what the format says."""
-        self.dropped = raw.Rejects()
-        """Units that are well formed and make no example, by reason."""
-        self.counts: Counter[str] = Counter()
-        """Other counts, such as dialogues."""
-        self.notes: list[str] = []
-        """Remarks on the file for a person."""
+    records: int = 0
+    """Units of the format that were read: lines, documents."""
+    malformed: raw.Rejects = field(default_factory=raw.Rejects)
+    """Units that are not what the format says."""
+    dropped: raw.Rejects = field(default_factory=raw.Rejects)
+    """Units that are well formed and make no example, by reason."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Other counts, such as dialogues."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks on the file for a person."""
 
     def close(
         self, draft: Draft, task: str, privacy: Privacy, kind: type[RecordT], **fields: Any

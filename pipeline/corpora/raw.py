@@ -206,8 +206,7 @@ def read_lines(
             lines = number + block.count(b"\n") + (not block.endswith(b"\n"))
             if undecodable > lines * reading.max_malformed_share:
                 place, damaged_line = damaged_lines[0]
-                guess = file_kinds.western_encoding(damaged_line)
-                raise file_kinds.not_utf8(uri, number + place, damaged_line, guess, option="")
+                raise file_kinds.not_utf8(uri, number + place, damaged_line, option="")
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
                 yield number, line.removeprefix("\ufeff").removesuffix("\r")
@@ -274,11 +273,8 @@ class Rejects:
             self.samples.append({"reason": reason, "file": file, "line": line, "text": excerpt})
 
     @classmethod
-    def joined(cls, *parts: Rejects) -> Rejects:
-        total: Counter[str] = Counter()
-        for part in parts:
-            total.update(part.counts)
-        return cls(total, [sample for part in parts for sample in part.samples])
+    def joined(cls, one: Rejects, other: Rejects) -> Rejects:
+        return cls(one.counts + other.counts, one.samples + other.samples)
 
     def save(self, draft: Draft, task: str, privacy: Privacy | None = None) -> None:
         """Writes the samples, redacted as `privacy` says."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -189,13 +190,11 @@ def build_index(
     tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
     collect = functools.partial(_collect, files=files, layout=layout, options=options)
     records = run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
+    ngrams_of_set = Counter[int]()
+    for record, (_, number) in zip(records, files, strict=True):
+        ngrams_of_set[number] += record.ngrams
     for number, evaluation in enumerate(sets):
-        ngram_counts = [
-            r.ngrams
-            for r, (_, set_number) in zip(records, files, strict=True)
-            if set_number == number
-        ]
-        if evaluation.uri and not sum(ngram_counts):
+        if evaluation.uri and not ngrams_of_set[number]:
             raise BadInput(
                 f"--evaluation {evaluation.uri}: no text of decontaminate.min_words "
                 f"{options.min_words} or more"

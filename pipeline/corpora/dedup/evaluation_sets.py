@@ -82,26 +82,18 @@ def read_texts(uri: str, compared_text: ComparedText) -> Iterator[tuple[pa.Array
         lines = raw.read_lines(uri, raw.Reading())
         while batch := list(itertools.islice(lines, _LINES)):
             ids = _ids(uri, (number for number, _ in batch))
-            yield (
-                ids,
-                hashing.text_hashes(ids),
-                hashing.words(pa.array([text for _, text in batch])),
-            )
+            words = hashing.words(pa.array([text for _, text in batch]))
+            yield ids, hashing.text_hashes(ids), words
         return
     texts, name_columns = _text_and_name_columns(uri, compared_text)
     for numbers, rows in read_pieces(uri, texts + name_columns):
-        ids = (
-            rows["example_id"].chunk(0) if "example_id" in name_columns else _ids(uri, numbers + 1)
-        )
-        groups = hashing.text_hashes(
-            rows["group_id"].chunk(0) if "group_id" in name_columns else ids
-        )
-        words = (
-            hashing.words(rows["text"].chunk(0))
-            if texts == ["text"]
-            else compared_words(rows, compared_text)
-        )
-        yield ids, groups, words
+        names = {name: rows[name].chunk(0) for name in name_columns}
+        ids = names["example_id"] if "example_id" in names else _ids(uri, numbers + 1)
+        if texts == ["text"]:
+            words = hashing.words(rows["text"].chunk(0))
+        else:
+            words = compared_words(rows, compared_text)
+        yield ids, hashing.text_hashes(names.get("group_id", ids)), words
 
 
 def _text_and_name_columns(uri: str, compared_text: ComparedText) -> tuple[list[str], list[str]]:

@@ -57,8 +57,7 @@ def _utf8_lines(uri: str, option: str) -> Iterator[str]:
                 is_utf8 = is_utf8 or not line.isascii()
             except UnicodeDecodeError:
                 if not is_utf8:
-                    guess = file_kinds.western_encoding(data)
-                    raise file_kinds.not_utf8(uri, number, data, guess, option) from None
+                    raise file_kinds.not_utf8(uri, number, data, option) from None
                 line = data.decode(errors="surrogateescape")
             yield line
 

@@ -386,11 +386,9 @@ def _parquet_rows(
         stored = storage.RetriedInput(stream)
         try:
             file = pq.ParquetFile(stored, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-            columns = file.schema_arrow.names
-            _require_columns(uri, option_columns, columns)
-            columns = [
-                name for name in columns if name in option_columns.values() or takes_column(name)
-            ]
+            names = file.schema_arrow.names
+            _require_columns(uri, option_columns, names)
+            columns = [n for n in names if n in option_columns.values() or takes_column(n)]
             first, end = groups[:2] if groups else (0, file.num_row_groups)
             for fetch in parquet_fetches.plan(file.metadata, first, end, columns):
                 if fetch.is_cheap:

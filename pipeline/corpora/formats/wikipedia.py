@@ -66,9 +66,11 @@ def parse(
     read = wikipedia_xml if wikipedia_xml.is_dump(uri) else wikipedia_extracted
     article_ids: set[str] = set()  # some 100 bytes an article
     for article in read.articles(uri, reading, report):
-        all_sentences = [s for text in article.paragraphs for s in articles.split_sentences(text)]
         sentences = [
-            text for text in all_sentences if articles.count_words(text) >= options.min_words
+            sentence
+            for paragraph in article.paragraphs
+            for sentence in articles.split_sentences(paragraph)
+            if articles.count_words(sentence) >= options.min_words
         ]
         ruled_out = ""
         if article.title.lower().endswith("(disambiguation)"):

@@ -132,10 +132,8 @@ def _select_subreddits(comments: pa.Table, options: Options, privacy: Privacy) -
         if names:
             listed_names = pa.array([name.lower() for name in names])
             keys = privacy.subreddit_keys(comments["subreddit"].combine_chunks())
-            is_listed = pc.is_in(keys, listed_names)
-            comments = comments.filter(
-                is_listed if keeps_listed else pc.invert(is_listed)
-            ).combine_chunks()
+            is_kept = pc.equal(pc.is_in(keys, listed_names), keeps_listed)
+            comments = comments.filter(is_kept).combine_chunks()
     return comments
 
 

@@ -306,15 +306,11 @@ def _parse_block(
     hashes = thread_hashes(comments["thread"].combine_chunks())
     buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
     malformed.save(draft, row["task"], privacy)
-    dropped = {
-        **malformed.counts,
-        **({"subreddit not asked for": other_subreddits} if other_subreddits else {}),
-    }
-    return TaskRecord(
-        counts={"records": lines, **redacted_count(redacted)},
-        malformed=dict(malformed.counts),
-        dropped=dropped,
-    )
+    dropped = dict(malformed.counts)
+    if other_subreddits:
+        dropped["subreddit not asked for"] = other_subreddits
+    counts = {"records": lines, **redacted_count(redacted)}
+    return TaskRecord(counts=counts, malformed=dict(malformed.counts), dropped=dropped)
 
 
 def thread_hashes(threads: pa.Array) -> Ints:

@@ -126,9 +126,8 @@ def build_examples(
     number = encoded_keys.indices.to_numpy()
     first_place = np.zeros(len(encoded_keys.dictionary), np.int64)
     first_place[number[::-1]] = np.arange(len(number))[::-1]
-    parent_number = pc.fill_null(
-        pc.index_in(parent_key, value_set=encoded_keys.dictionary), -1
-    ).to_numpy()
+    parent_number = pc.index_in(parent_key, value_set=encoded_keys.dictionary)
+    parent_number = pc.fill_null(parent_number, -1).to_numpy()
     parent = np.where(parent_number >= 0, first_place[parent_number], -1)
 
     code = _reasons(comments, parent, options)
@@ -161,10 +160,7 @@ def _reasons(comments: pa.Table, parent: Ints, options: Options) -> Ints:
     parent_state = np.where(parent >= 0, own_state[parent], 0)
     parent_state[parent_state == SCORED_TOO_LOW] = 0
     no_state = len(RULED_OUT)
-    own_state, parent_state = (
-        np.where(own_state, own_state, no_state),
-        np.where(parent_state, parent_state, no_state),
-    )
+    own_state[own_state == 0] = parent_state[parent_state == 0] = no_state
     side = np.where(own_state <= parent_state, 0, 1)
     state = np.minimum(own_state, parent_state)
     code = np.where(state < no_state, _CODE["response deleted"] + 2 * (state - 1) + side, 0)
@@ -197,9 +193,8 @@ def _contexts(examples: Examples, response: Ints) -> pa.ListArray:
 def _rejects(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
     """Counts by reason, and the first rows of each to look at, without what excluded authors wrote."""
     rejects = raw.Rejects()
-    for reason, number in zip(
-        _REASONS[1:], np.bincount(code, minlength=len(_REASONS))[1:], strict=True
-    ):
+    numbers = np.bincount(code, minlength=len(_REASONS))
+    for reason, number in zip(_REASONS[1:], numbers[1:], strict=True):
         if number:
             rows = np.flatnonzero(code == _CODE[reason])[: raw.MAX_SAMPLES]
             samples = comments.take(pa.array(rows)).to_pylist()

@@ -77,24 +77,27 @@ def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) 
 
     Raises BadInput where a file of the corpus is missing or damaged.
     """
-    files = {uri: rows for uri, rows in _rows_of_files(corpus).items() if rows}
+    files = {
+        storage.join(corpus.uri, entry["path"]): entry["rows"]
+        for entry in example_files(corpus)
+        if entry["rows"]
+    }
     if not files:
         raise BadInput(f"{corpus.uri}: the corpus has no rows")
     blocks = sample_blocks([*files.values()], sample_rows)
     names = [*files]
     own_columns = _text_columns(names[0])
-    columns = ["context", "response", *own_columns]
-    measures = list(_map(names, blocks, columns, _measure, "corpus: rows"))
+    measures = list(_measure_blocks(names, blocks, ["context", "response", *own_columns]))
     response = np.concatenate([block.response for block in measures])
     pair = np.concatenate([block.pair for block in measures])
     lengths = {
         name: np.concatenate([block.lengths[name] for block in measures])
         for name in measures[0].lengths
     }
-    group_files = evenly_spaced(
-        names, _GROUP_ROWS * sample_rows * len(names) // sum(files.values())
+    group_files = _GROUP_ROWS * sample_rows * len(names) // sum(files.values())
+    lengths["examples per group"] = _group_sizes(
+        evenly_spaced(names, group_files) if sample_rows else names
     )
-    lengths["examples per group"] = _group_sizes(group_files if sample_rows else names)
     splits = [split for split in SPLITS if corpus.rows(f"{split}/")]
     return CorpusSurvey(
         uri=corpus.uri,
@@ -206,26 +209,23 @@ def _hash(texts: pa.Array) -> Hashes:
     return hashes
 
 
-def _map(
-    names: Sequence[str], blocks: Sequence[Block], columns: list[str], work: Any, label: str
-) -> Iterator[Any]:
-    """`work` on each block's rows, in order; files are read side by side."""
+def _measure_blocks(
+    names: Sequence[str], blocks: Sequence[Block], columns: list[str]
+) -> Iterator[_BlockMeasures]:
+    """In the order of the blocks; files are read side by side."""
     by_file: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         by_file[block.file].append(block)
 
-    def read(place: int) -> list[Any]:
+    def read(place: int) -> list[_BlockMeasures]:
         with _open(names[place]) as file:
-            return [work(_read_block(file, block, columns)) for block in by_file[place]]
+            return [_measure(_read_block(file, block, columns)) for block in by_file[place]]
 
-    with (
-        tqdm(
-            desc=label, total=sum(block.rows for block in blocks), unit="row", unit_scale=True
-        ) as bar,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        for place, results in zip(by_file, pool.map(read, by_file), strict=True):
-            yield from results
+    rows = sum(block.rows for block in blocks)
+    bar = tqdm(desc="corpus: rows", total=rows, unit="row", unit_scale=True)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for place, measures in zip(by_file, pool.map(read, by_file), strict=True):
+            yield from measures
             bar.update(sum(block.rows for block in by_file[place]))
 
 
@@ -246,12 +246,6 @@ def _read_block(file: pq.ParquetFile, block: Block, columns: list[str] | None) -
     last = int(np.searchsorted(ends, block.start + block.rows, side="left"))
     rows = file.read_row_groups([*range(first, last + 1)], columns=columns)
     return rows.slice(block.start - int(ends[first] - sizes[first]), block.rows)
-
-
-def _rows_of_files(corpus: Artifact) -> dict[str, int]:
-    return {
-        storage.join(corpus.uri, entry["path"]): entry["rows"] for entry in example_files(corpus)
-    }
 
 
 def _text_columns(uri: str) -> list[str]:
