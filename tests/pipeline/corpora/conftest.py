@@ -30,6 +30,12 @@ class Prepared:
     notes: list[str]
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Draft:
+    """An empty draft."""
+    return Draft(str(tmp_path / "out"), str(tmp_path / "out"), "corpus", {}, {}, "")
+
+
 @pytest.fixture(scope="session")
 def prepare_here() -> Callable[..., Prepared]:
     """`prepare_here(prepare, files, options)`; checks what holds for every corpus."""

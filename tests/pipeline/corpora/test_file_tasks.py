@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import convai2, dstc7, opensubtitles, ubuntu
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine import executors
@@ -18,7 +19,7 @@ from pipeline.engine.draft import Draft
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_shard_of_long_texts_has_fewer_rows(tmp_path, monkeypatch):
+def test_a_shard_of_long_texts_has_fewer_rows(out, monkeypatch, actors_in_process):
     """50,000 rows of 50 kB each are more than the 2 GiB that an Arrow column of text holds."""
     monkeypatch.setattr(file_tasks, "_CHARACTERS_PER_SHARD", 100)
 
@@ -31,26 +32,18 @@ def test_a_shard_of_long_texts_has_fewer_rows(tmp_path, monkeypatch):
             }  # fmt: skip
             report.records += 1
 
-    out = Draft(str(tmp_path), str(tmp_path), "corpus", {}, {}, "")
     privacy = Privacy(redact=False, authors="plain", salt="")
-    with executors.in_this_process():
-        (record,) = file_tasks.prepare(
-            out, ["a"], parse, EXAMPLE, raw.Reading(), privacy, "made", rows_per_shard=3
-        )
-    shards = [pq.read_table(tmp_path / file["path"])["example_id"] for file in record.files]
-    assert [sorted(shard.to_pylist()) for shard in shards] == [
-        ["0", "1", "2"],
-        ["3", "4"],
-        ["5", "6"],
-    ]
+    (record,) = file_tasks.prepare(
+        out, ["a"], parse, EXAMPLE, raw.Reading(), privacy, "made", rows_per_shard=3
+    )
+    shards = [pq.read_table(out.path(file["path"]))["example_id"] for file in record.files]
+    ids = [sorted(shard.to_pylist()) for shard in shards]
+    assert ids == [["0", "1", "2"], ["3", "4"], ["5", "6"]]
 
 
 # Places that make one array of several, and why its texts stay below the 2 GiB of a column of text.
 COMBINED = {
-    "pipeline/corpora/buckets.py": (
-        2,
-        "tables: Arrow leaves several chunks where one is too small",
-    ),
+    "pipeline/corpora/buckets.py": (2, "tables: Arrow leaves several where one is too small"),
     "pipeline/corpora/dedup/decontaminate.py": (3, "hashes and ids"),
     "pipeline/corpora/dedup/exact.py": (1, "hashes and ids"),
     "pipeline/corpora/dedup/examples.py": (1, "hashes and ids"),
@@ -107,7 +100,7 @@ TEXTS = [f"text {number}" for number in range(2000)]
 
 @pytest.mark.parametrize(
     "other",
-    [TEXTS, TEXTS[::-1], TEXTS * 2, [*TEXTS[:1950], *(f"new {number}" for number in range(50))]],
+    [TEXTS[::-1], TEXTS * 2, [*TEXTS[:1950], *(f"new {number}" for number in range(50))]],
 )
 def test_copies_are_refused_whatever_their_names_say(tmp_path, other):
     message = (
@@ -139,3 +132,11 @@ def test_files_with_a_few_equal_examples_are_read(tmp_path, other):
 
 def test_a_split_may_hold_the_texts_of_another(tmp_path):
     prepare_files(tmp_path, {"train": TEXTS, "test": TEXTS}, split="file")
+
+
+@pytest.mark.parametrize("module", [convai2, dstc7, opensubtitles, ubuntu])
+def test_two_files_of_one_name_are_refused_however_they_are_packed(prepare_here, tmp_path, module):
+    """Ids of examples begin with the name."""
+    files = [tmp_path / "a" / "train.txt", tmp_path / "b" / "train.txt.gz"]
+    with pytest.raises(BadInput, match=r"2 files are named train\.txt"):
+        prepare_here(module.prepare, files, module.Options())

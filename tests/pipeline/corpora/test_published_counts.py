@@ -30,19 +30,15 @@ def compare(corpus: str, counts: dict[str, dict[str, int]]) -> list[tuple]:
     ("corpus", "name", "count", "number"),
     [
         ("convai2", "train_self_original.txt", "examples.train", 131_438),
-        ("convai2", "train_both_revised_no_cands.txt", "dialogues", 17_878),
         ("convai2", "valid_none_original.txt.gz", "examples.valid", 7_801),
         ("dstc7", "ubuntu_train_subtask_1.json", "dialogues", 100_000),
-        ("dstc7", "ubuntu_dev_subtask_1.json", "dialogues", 5_000),
         ("dstc7", "ubuntu_test_subtask_1.json", "dialogues", 1_000),
         ("ubuntu", "train.csv", "examples.train", 1_000_000),
-        ("ubuntu", "valid.csv", "examples.valid", 19_560),
         ("ubuntu", "test.csv.zst", "examples.test", 18_920),
         ("starspace", "wikipedia_shuf_train5M.txt", "examples.train", 5_035_182),
     ],
 )
 def test_a_public_file_is_known_by_its_name(corpus, name, count, number):
-    assert count in {row[1] for row in compare(corpus, {name: {count: 3}})}
     assert (name.removesuffix(".gz").removesuffix(".zst"), count, 3, number) in compare(
         corpus, {name: {count: 3}}
     )
@@ -56,10 +52,8 @@ def test_a_public_file_is_known_by_its_name(corpus, name, count, number):
     ("corpus", "name"),
     [
         ("convai2", "valid_self_original.first500.txt"),
-        ("convai2", "test_self_original.txt"),
         ("convai2", "train.csv"),
         ("dstc7", "ubuntu_train_subtask_4.json"),
-        ("ubuntu", "my_train.csv"),
         ("wikipedia", "train.csv"),
     ],
 )
@@ -95,11 +89,9 @@ def test_a_corpus_of_many_files_is_compared_when_all_are_given():
 
 
 def test_published_counts_are_found_or_the_job_is_refused():
-    whole = published_counts.compare(
-        "ubuntu", *records_of({"valid.csv": {"examples.valid": 19_560}})
-    )
-    part = published_counts.compare(
-        "ubuntu", *records_of({"valid.csv": {"examples.valid": 19_559}})
+    whole, part = (
+        published_counts.compare("ubuntu", *records_of({"valid.csv": {"examples.valid": number}}))
+        for number in (19_560, 19_559)
     )
     published_counts.check(whole, "published")
     published_counts.check(part, "report")

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.raw import Reading, Rejects, Truncated, line_blocks, read_lines
-from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
 
 
@@ -34,30 +33,17 @@ def zstd_parallel(data: bytes) -> bytes:
 
 
 FORMATS = {
-    "plain": bytes,
     "gz": gzip.compress,
     "bz2": bz2.compress,
-    "xz": lzma.compress,
+    "xz": functools.partial(lzma.compress, preset=0),
     "zst": zstandard.compress,
     "zst, 2 GiB window": zstd_of_dumps,
     "zst of pzstd": zstd_parallel,
 }
-compressed = pytest.mark.parametrize("name", [name for name in FORMATS if name != "plain"])
+compressed = pytest.mark.parametrize("name", FORMATS)
 
-LINES = [json.dumps({"id": n, "body": f"this is comment {n} of them"}) for n in range(30_000)]
+LINES = [json.dumps({"id": n, "body": f"this is comment {n} of them"}) for n in range(5_000)]
 DATA = "".join(line + "\n" for line in LINES).encode()
-
-
-@dataclass(frozen=True)
-class Config:
-    reading: Reading = field(default_factory=Reading)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Draft:
-    found = draft(str(tmp_path / "out"), "corpus", Config(), {})
-    assert isinstance(found, Draft)
-    return found
 
 
 @pytest.fixture
@@ -76,30 +62,16 @@ def lines_of(uri: str, **reading: object) -> list[str]:
 # Formats
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_lines(file, name):
-    assert lines_of(file(FORMATS[name](DATA))) == LINES
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_file_of_several_frames_is_read_to_its_end(file, name):
-    pack = FORMATS[name]
-    parts = [DATA[:1000], DATA[1000:1001], DATA[1001:]]
-    assert lines_of(file(b"".join(map(pack, parts)))) == LINES
-
-
 @compressed
-@pytest.mark.parametrize("padding", [4, 300_000])
-def test_zeros_behind_a_frame_are_no_part_of_it(file, name, padding):
-    """xz pads its streams, tapes fill their blocks."""
-    pack = FORMATS[name]
-    zeros = b"\0" * padding
-    assert lines_of(file(pack(DATA[:1000]) + zeros + pack(DATA[1000:]) + zeros)) == LINES
+def test_a_file_of_several_frames_is_read_to_its_end(file, name):
+    """With zeros behind them, too: xz pads its streams, tapes fill their blocks."""
+    parts = map(FORMATS[name], [DATA[:1000], DATA[1000:1001], DATA[1001:]])
+    assert lines_of(file((b"\0" * 4).join(parts) + b"\0" * 300_000)) == LINES
+    assert lines_of(file(FORMATS[name](DATA[:1000]) + FORMATS[name](DATA[1000:]))) == LINES
 
 
-@pytest.mark.parametrize("number", [0, 5, 15])
-def test_skippable_frames_of_zstandard_are_passed_over(file, number):
-    skippable = bytes([0x50 + number]) + b"\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
+def test_skippable_frames_of_zstandard_are_passed_over(file):
+    skippable = b"\x5f\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
     frames = [zstandard.compress(DATA[:1000]), zstandard.compress(DATA[1000:])]
     assert lines_of(file(skippable + frames[0] + skippable + frames[1] + skippable)) == LINES
 
@@ -115,30 +87,24 @@ def test_carriage_returns_alone_end_lines(file):
 @compressed
 def test_a_stream_that_is_cut_off_is_refused_with_the_number_of_its_whole_lines(file, name):
     data = FORMATS[name](DATA)
-    uri = file(data[: len(data) * 2 // 3])
-    whole = lines_of(uri, truncated="keep")
-    assert whole == LINES[: len(whole)]
-    with pytest.raises(BadInput) as caught:
-        lines_of(uri)
-    assert f"{uri}: the compressed stream is" in str(caught.value)
-    assert f"after {len(whole):,} whole lines; --reading.truncated keep" in str(caught.value)
+    for cut in (7, len(data) * 2 // 3):
+        uri = file(data[:cut])
+        whole = lines_of(uri, truncated="keep")
+        assert whole == LINES[: len(whole)]
+        assert cut > 7 or not whole
+        with pytest.raises(BadInput) as caught:
+            lines_of(uri)
+        assert f"{uri}: the compressed stream is" in str(caught.value)
+        assert f"after {len(whole):,} whole lines; --reading.truncated keep" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gz", "bz2", "zst, 2 GiB window"])
+@pytest.mark.parametrize("name", ["bz2", "zst, 2 GiB window"])
 def test_most_of_a_stream_that_is_cut_off_near_its_end_can_be_kept(file, name):
     rng_free = [f"{n} {n * 2654435761 % 2**32:x} {n * 40503 % 2**16:x}" for n in range(120_000)]
     data = FORMATS[name]("\n".join(rng_free).encode())
     whole = lines_of(file(data[:-100]), truncated="keep")
     assert len(rng_free) // 2 < len(whole) < len(rng_free)
     assert whole == rng_free[: len(whole)]
-
-
-@compressed
-def test_a_stream_cut_off_in_its_head_has_no_lines(file, name):
-    uri = file(FORMATS[name](DATA)[:7])
-    with pytest.raises(BadInput, match="after 0 whole lines"):
-        lines_of(uri)
-    assert lines_of(uri, truncated="keep") == []
 
 
 @compressed
@@ -197,7 +163,6 @@ def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, gues
         (gzip.compress(b"a line\n", mtime=0), "compressed twice"),
         (lzma.compress(b"a line\n", format=lzma.FORMAT_ALONE), "compressed in another way"),
         (b"\x04\x22\x4d\x18abcd", "compressed in another way"),
-        (b"\x02\x21\x4c\x18abcd", "compressed in another way"),
         (zlib.compress(b"a line\n", 9), "compressed in another way"),
         (b"PAR1" + b"\0" * 40, "Parquet"),
         (b"SQLite format 3\0" + b"\x10\0" * 20, "binary data"),
@@ -248,11 +213,8 @@ def test_of_each_reason_all_are_counted_and_the_first_are_kept(out):
     assert [s["line"] for s in saved] == [*range(20), 100]
     assert saved[-1] == {"reason": "no field id", "file": "dump", "line": 100, "text": "{}"}
     assert len(saved[0]["text"]) == 2000
-
-
-def test_where_nothing_is_rejected_no_file_is_written(out):
-    Rejects().save(out, "task")
-    assert not Path(out.path("rejected")).exists()
+    Rejects().save(out, "nothing")
+    assert not Path(out.path("rejected", "nothing.jsonl")).exists()
 
 
 def records(total: int, **malformed: int) -> list[TaskRecord]:
@@ -260,13 +222,9 @@ def records(total: int, **malformed: int) -> list[TaskRecord]:
     return [first, TaskRecord(counts={"records": 1})]
 
 
-def test_malformed_records_up_to_the_bound_are_put_up_with(out):
-    raw.check_share(out, records(1000, bad=10), Reading())
-    raw.check_share(out, records(1000), Reading(max_malformed_share=0))
-    raw.check_share(out, records(1000, bad=1000), Reading(max_malformed_share=1))
-
-
 def test_malformed_records_above_the_bound_are_refused_by_reason(out):
+    raw.check_share(out, records(1000, bad=10), Reading())
+    raw.check_share(out, records(1000, bad=1000), Reading(max_malformed_share=1))
     with pytest.raises(BadInput) as caught:
         raw.check_share(out, records(1000, worse=2, bad=9), Reading())
     for part in ("11 of 1,000", "1.1%", "9 bad, 2 worse", "max_malformed_share", "rejected"):
@@ -276,9 +234,3 @@ def test_malformed_records_above_the_bound_are_refused_by_reason(out):
 def test_input_without_records_is_refused(out):
     with pytest.raises(BadInput, match="no records"):
         raw.check_share(out, [TaskRecord()], Reading(max_malformed_share=1))
-
-
-@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
-def test_a_share_outside_0_to_1_is_refused(share):
-    with pytest.raises(BadInput, match=r"reading\.max_malformed_share: .* 0 to 1"):
-        Reading(max_malformed_share=share)

@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, languages
-from pipeline.corpora.reddit.comments import normalise, trim
+from pipeline.corpora.reddit.comments import is_notice, normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import Examples, build_examples, split_of
 from pipeline.engine import report
@@ -131,19 +131,12 @@ def sample_comments(sample_files: Path) -> list[Comment]:
     return [json.loads(line) for line in lines]
 
 
-# Options
-
-
-def test_the_sample_dump_gives_the_examples_of_an_independent_implementation(sample_comments):
-    rows, dropped = examples_of(sample_comments)
-    assert as_examples(rows) == oracle(sample_comments)
-    assert {row["split"] for row in rows} == {"train", "test"}
-    assert len(rows) + sum(dropped.values()) == len(sample_comments)
+# Rules
 
 
 _names = st.sampled_from("abcdefgh")
 _bodies = st.one_of(
-    st.sampled_from(["[deleted]", "[removed]", "too short", "2 short", "é" * 9, "w" * 127]),
+    st.sampled_from(["[deleted]", "[removed]", "x" * 8, "2 short", "é" * 9, "w" * 127]),
     st.sampled_from(["wo rd " * 21 + "x", "wo rd " * 22, "w" * 128, "!" * 300, "w, " * 60]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=160),
 )
@@ -176,22 +169,6 @@ def test_any_threads_give_the_examples_of_an_independent_implementation(comments
     rows, dropped = examples_of(comments, rules)
     assert as_examples(rows) == oracle(comments, rules)
     assert len(rows) + sum(dropped.values()) == len(comments)
-
-
-def test_a_context_runs_from_the_oldest_turn_to_the_newest():
-    chain = [comment(f"c{n}", f"c{n - 1}" if n else None, f"comment number {n}") for n in range(14)]
-    rows, _ = examples_of(chain)
-    last = next(row for row in rows if row["response"] == "comment number 13")
-    assert last["context"] == [f"comment number {n}" for n in range(3, 13)]
-
-
-def test_a_deleted_comment_further_up_stays_in_the_context():
-    rows, _ = examples_of(
-        [comment("a", None, "[deleted]"), comment("b", "a"), comment("c", "b", "the last of them")]
-    )
-    assert [(row["context"][0], row["response"]) for row in rows] == [
-        ("[deleted]", "the last of them")
-    ]
 
 
 def test_comments_that_give_no_example_are_counted_by_reason():
@@ -260,23 +237,14 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("body", NOTICES + TEXTS)
-def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted(body):
-    comments = [comment("a"), comment("b", "a", body), comment("c", "b"), comment("d", "c")]
-    rows, dropped = examples_of(comments, Options(layout="dialogue", max_characters=300))
-    if body in TEXTS:
-        assert rows[0]["response"] == body
-        return
-    assert [(row["example_id"], row["context"]) for row in rows] == [
-        ("th/d", [comments[2]["body"]])
-    ]
+def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted():
+    assert [text for text in NOTICES if not is_notice(pa.array([text]))[0].as_py()] == []
+    assert [text for text in TEXTS if is_notice(pa.array([text]))[0].as_py()] == []
+    comments = [comment("a"), comment("b", "a", NOTICES[0]), comment("c", "b"), comment("d", "c")]
+    rows, dropped = examples_of(comments, Options(layout="dialogue"))
+    contexts = [(row["example_id"], row["context"]) for row in rows]
+    assert contexts == [("th/d", [comments[2]["body"]])]
     assert dropped["response deleted"] == dropped["context deleted"] == 1
-
-
-@pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
-def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
-    rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
-    assert len(rows) == made
 
 
 def test_of_4096_hashes_the_first_3686_are_for_training():
@@ -285,50 +253,17 @@ def test_of_4096_hashes_the_first_3686_are_for_training():
     assert split_of(hashes, 0.9) == [train, train, test, test, train, test]
 
 
-@given(st.text(), st.integers(1, 20))
-def test_a_trimmed_text_is_the_beginning_of_it_cut_at_the_edge_of_a_word(text, most):
-    cut = trim(text, most)
-    assert cut == oracle_trim(text, most)
-    assert text.startswith(cut) and len(cut) <= most
-
-
-def test_a_chain_of_ten_thousand_answers_is_no_circle():
-    chain = [comment(str(n), str(n - 1) if n else None) for n in range(10_000)]
-    rows, dropped = examples_of(chain)
-    assert len(rows) == 9_999
-    assert dropped == {"answers no comment that is there": 1}
-
-
-def test_contexts_are_built_one_row_group_at_a_time():
+def test_a_chain_of_ten_thousand_answers_is_no_circle_and_is_built_one_row_group_at_a_time():
     """In contexts of 50 turns, 50,000 comments of 1,000 characters have 2.5 GB of text; a column holds
     2 GiB."""
-    chain = [comment(str(n), str(n - 1) if n else None) for n in range(5_000)]
-    examples, _ = build_examples(normalise(parsed(chain), Options(), PLAIN)[0], Options())
-    table = examples.rows(np.arange(4_999)[::-1])
-    assert [len(chunk) for chunk in table["context"].chunks] == [2048, 2048, 903]
-    assert table["example_id"].to_pylist() == [f"th/{n}" for n in range(4_999, 0, -1)]
+    chain = [comment(str(n), str(n - 1) if n else None) for n in range(10_000)]
+    examples, rejects = build_examples(normalise(parsed(chain), Options(), PLAIN)[0], Options())
+    assert rejects.counts == {"answers no comment that is there": 1}
+    table = examples.rows(np.arange(9_999)[::-1])
+    assert [len(chunk) for chunk in table["context"].chunks] == [2048] * 4 + [1807]
+    assert table["example_id"].to_pylist() == [f"th/{n}" for n in range(9_999, 0, -1)]
     assert examples.bodies.type == pa.large_string()  # of a bucket, which may hold more than 2 GiB
     assert table.schema.field("response").type == pa.string()
-
-
-@pytest.mark.parametrize(
-    ("rule", "field"),
-    [
-        ({"max_characters": 0}, "max_characters"),
-        ({"min_characters": 128}, "min_characters"),
-        ({"max_context_turns": 0}, "max_context_turns"),
-        ({"train_share": 0}, "train_share"),
-        ({"train_share": 1.1}, "train_share"),
-        ({"rows_per_shard": 0}, "rows_per_shard"),
-        ({"bucket_mib": 0}, "bucket_mib"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"min_tokens": -1}, "min_tokens"),
-    ],
-)
-def test_a_rule_outside_its_range_is_refused(rule, field):
-    with pytest.raises(BadInput, match=rf"^reddit\.{field}: .* allowed: "):
-        Options(**rule)
 
 
 def kept(rules: Options, *comments: Comment) -> list[str]:
@@ -339,18 +274,12 @@ def kept(rules: Options, *comments: Comment) -> list[str]:
 
 
 def test_as_dialogue_a_context_is_one_text_from_the_last_deleted_turn_on():
-    bodies = [
-        "the first of all",
-        "[deleted]",
-        "after the gap",
-        "and another one",
-        "the response to it",
-    ]
+    bodies = ["the first of all", "[deleted]", "after the gap", "and another one", "the response"]
     chain = [comment(f"c{n}", f"c{n - 1}" if n else None, body) for n, body in enumerate(bodies)]
     rows, _ = examples_of(chain, Options(layout="dialogue"))
     assert [(row["context"], row["response"]) for row in rows] == [
         (["after the gap"], "and another one"),
-        (["after the gap\nand another one"], "the response to it"),
+        (["after the gap\nand another one"], "the response"),
     ]
     rows, _ = examples_of(chain, Options(layout="dialogue", max_context_turns=1))
     assert [row["context"] for row in rows] == [["after the gap"], ["and another one"]]
@@ -473,9 +402,7 @@ SUBMISSION = {"id": "th", "title": "A title of it", "selftext": "and its text", 
     [
         ("and its text", "A title of it\nand its text"),
         ("", "A title of it"),
-        ("[removed]", "A title of it"),
         ("[ Removed by Reddit ]", "A title of it"),
-        (None, "A title of it"),
         (5, "A title of it"),
     ],
 )
@@ -529,20 +456,14 @@ GOOD = json.dumps(comment("c")).encode()
     ("line", "reason"),
     [
         (b"rubbish", "not JSON"),
-        (GOOD[:-10], "not JSON"),
         (GOOD + GOOD, "not JSON"),
         (b"[1, 2]", "not a JSON object"),
-        (b"null", "not a JSON object"),
-        (b'"text"', "not a JSON object"),
         (b"[" * 100_000, "not JSON"),
         (GOOD.replace(b'"body"', b'"bodi"'), "no field body"),
         (json.dumps(comment("c", link_id=None)).encode(), "no field link_id"),
         (json.dumps(comment("c", body=5)).encode(), "field body is no string"),
-        (json.dumps(comment("c", id=12)).encode(), "field id is no string"),
-        (json.dumps(comment("c", author=["x"])).encode(), "field author is no string"),
         (json.dumps(comment("c", body="\ud83d half")).encode(), "field body is no text"),
         (GOOD.replace(b"enough", b"\xff\xfe"), "not UTF-8"),
-        (b"\x00" * 50, "not JSON"),
         (raw.OVERLONG + GOOD, "line too long"),
     ],
 )
@@ -607,7 +528,6 @@ def _mutated(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=120)
 @given(_mutated())
 def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
     rejects = raw.Rejects()
@@ -633,16 +553,6 @@ def test_the_rules_look_at_a_text_as_it_was_written():
     assert [(row["context"], row["response"]) for row in rows] == [
         (["<user>"], "<email> " * 18 + "x")
     ]
-
-
-def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
-    plain, _ = examples_of(sample_comments)
-    private = Privacy(redact=True, authors="hash", salt="s")
-    hidden, _ = examples_of(sample_comments, privacy=private)
-    assert [row["example_id"] for row in hidden] == [row["example_id"] for row in plain]
-    pairs = zip(plain, hidden, strict=True)
-    authors = {(p["response_author"], h["response_author"]) for p, h in pairs}
-    assert len(authors) == len({name for name, _ in authors}) == len({name for _, name in authors})
 
 
 # The corpus
@@ -692,15 +602,12 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
 
 @pytest.mark.slow
 @pytest.mark.shared
-def test_on_all_real_months_together_parents_in_other_months_are_found(
-    shared, run_job_here, tmp_path
-):
-    files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))
+def test_on_real_months_together_parents_in_other_months_are_found(shared, run_job_here, tmp_path):
+    files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))[:3]
     months = [
         [json.loads(text) for _, text in raw.read_lines(str(file), raw.Reading())] for file in files
     ]
     together = oracle([comment for month in months for comment in month])
-    assert len(files) == 4
     month_of = {comment["id"]: at for at, month in enumerate(months) for comment in month}
     assert any(
         month_of.get(comment["parent_id"].removeprefix("t1_"), at) != at

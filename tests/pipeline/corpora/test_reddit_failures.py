@@ -24,17 +24,12 @@ from pipeline.engine import report
 from pipeline.engine.attempts import failed_outcome
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
-from pipeline.engine.resources import largest_memory
+from pipeline.engine.resources import largest_memory, total_memory
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 BLOCK_BYTES = 1 << 18
 PADDING = "." * 20_000  # four blocks in a file
 LABEL = "reddit: dump files to threads"
-
-
-@pytest.fixture
-def out(tmp_path) -> Draft:
-    return Draft(str(tmp_path / "out"), str(tmp_path / "out"), "corpus", {}, {}, "")
 
 
 @pytest.fixture
@@ -159,18 +154,29 @@ def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_blocks_of_a_file_are_parsed_while_an_earlier_file_is_read(out, dumps, tmp_path):
+def test_files_are_read_side_by_side_within_their_memory_whatever_becomes_of_one(
+    out, dumps, tmp_path
+):
+    """Blocks of `b` are parsed while `a` is read; a third file, which is not there, is named."""
+
     @dataclass(frozen=True)
     class Waiting(Options):
-        """The reader of `a` waits, after its second block, for the first block of `b`."""
+        """The reader of `a` waits, after its second block, for the first block of `b`. Readers and parsers
+        note the memory that Ray has set aside for them."""
 
-        parsed: str = ""
+        folder: str = ""
 
         def __getattribute__(self, name: str) -> object:
+            import ray
+
             frame = inspect.currentframe().f_back
-            if frame.f_code.co_name == "_read_file" and frame.f_locals["index"] == 0:
+            stage, folder = frame.f_code.co_name, super().__getattribute__("folder")
+            if stage in ("_read_file", "normalise"):
+                resources = ray.get_runtime_context().get_assigned_resources()
+                Path(folder, stage).write_text(str(resources.get("memory", 0)))
+            if stage == "_read_file" and frame.f_locals["index"] == 0:
                 end = time.monotonic() + 60
-                while frame.f_locals["blocks"] == 2 and not Path(self.parsed).exists():
+                while frame.f_locals["blocks"] == 2 and not Path(folder, "parsed").exists():
                     if time.monotonic() > end:
                         raise ArithmeticError("no block of the other file was parsed")
                     time.sleep(0.01)
@@ -186,48 +192,25 @@ def test_blocks_of_a_file_are_parsed_while_an_earlier_file_is_read(out, dumps, t
             return texts, 0
 
     write_submissions(dumps[0])
-    parsed = str(tmp_path / "parsed")
-    records = read_dumps(
-        out,
-        dumps,
-        2,
-        BLOCK_BYTES,
-        Waiting(submissions="first-turn", parsed=parsed),
-        raw.Reading(files_at_once=2),
-        Noting(redact=False, authors="plain", salt="", parsed=parsed),
+    missing = str(tmp_path / "missing")
+    with pytest.raises(Stopped) as stopped:
+        read_dumps(
+            out, [*dumps, missing], 2, BLOCK_BYTES,
+            Waiting(submissions="first-turn", folder=str(tmp_path)), raw.Reading(files_at_once=2),
+            Noting(redact=False, authors="plain", salt="", parsed=str(tmp_path / "parsed")),
+        )  # fmt: skip
+    assert f"1 of 11 tasks failed: file-00002 ({missing}, line 1): FileNotFound" in str(
+        stopped.value
     )
-    assert comments(records) == 80
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_readers_and_parsers_declare_their_memory(out, dumps, tmp_path):
-    @dataclass(frozen=True)
-    class Noting(Options):
-        folder: str = ""
-
-        def __getattribute__(self, name: str) -> object:
-            import ray
-
-            stage = inspect.currentframe().f_back.f_code.co_name
-            if stage in ("_read_file", "normalise"):
-                resources = ray.get_runtime_context().get_assigned_resources()
-                Path(self.folder, stage).write_text(str(resources.get("memory", 0)))
-            return super().__getattribute__(name)
-
-    with Path(dumps[0]).open("w") as file:
-        file.write(json.dumps({"id": "s", "title": "of a thread", "subreddit": "pics"}) + "\n")
-    read(out, dumps, Noting(submissions="first-turn", folder=str(tmp_path)))
+    assert {"file-00000", "file-00001"} <= set(out.finished_tasks())
     reader, parser = (float((tmp_path / name).read_text()) for name in ("_read_file", "normalise"))
-    half = largest_memory() // 2  # of one node, and one file is read at a time
-    assert reader == pytest.approx(min(half, (2 << 30) + (100 << 20) + 2 * BLOCK_BYTES), abs=1)
+    half = largest_memory() // 2  # of one node; two files are read at a time
+    reader_bytes = (2 << 30) + (100 << 20) + 2 * BLOCK_BYTES
+    assert reader == pytest.approx(min(half, total_memory() // 4, reader_bytes), abs=1)
     assert parser == pytest.approx(min(half, (100 << 20) + 5 * BLOCK_BYTES), abs=1)
 
 
-@pytest.mark.parametrize(
-    "where", [pytest.param("local_ray", marks=pytest.mark.ray), "actors_in_process"]
-)
-def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, where, request):
-    request.getfixturevalue(where)
+def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, actors_in_process):
     Path(dumps[0]).unlink()
     with pytest.raises(Stopped) as stopped:
         read(out, dumps)

@@ -96,12 +96,6 @@ def test_lengths_are_those_of_the_texts_as_a_model_sees_them(publish):
     assert lengths["response words"].tolist() == [2, 0, 1]
 
 
-def test_examples_per_group_count_all_rows_of_a_group(publish):
-    groups = ["a", "b", "a", "c", "a", "b"]
-    found = look(publish([{"group_id": group} for group in groups]))
-    assert sorted(found.lengths["examples per group"]) == [1, 2, 3]
-
-
 @given(st.lists(st.integers(0, 5_000), min_size=1), st.integers(1, 60))
 def test_a_histogram_counts_what_numpy_counts(values, bins):
     counts, edges = survey.histogram(np.array(values), bins)
@@ -110,12 +104,6 @@ def test_a_histogram_counts_what_numpy_counts(values, bins):
     expected = np.histogram(np.minimum(values, edges[-1] - 1), edges)[0]
     assert counts.tolist() == expected.tolist()
     assert sum(value >= edges[-1] for value in values) <= 0.01 * len(values)
-
-
-def test_a_histogram_of_a_few_numbers_has_a_bin_for_each():
-    counts, edges = survey.histogram(np.array([1, 1, 2, 5]))
-    assert counts.tolist() == [0, 2, 1, 0, 0, 1]
-    assert edges.tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_statistics_are_those_of_numpy():
@@ -152,7 +140,7 @@ def test_the_most_frequent_responses_and_values_come_with_their_numbers(publish)
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS, st.sampled_from("abc")), min_size=1, max_size=30),
     st.integers(1, 8),
@@ -167,7 +155,7 @@ def test_a_whole_corpus_in_small_files_counts_as_plain_python_counts(
     )
     found = look(corpus, examples=1)
     responses = Counter(b for _, b, _ in pairs)
-    assert found.repeats["responses"].repeated == len(pairs) - len(responses)
+    assert found.repeats["responses"] == (len(pairs), len(pairs) - len(responses))
     assert found.repeats["(context, response) pairs"].repeated == len(pairs) - len(
         {(a, b) for a, b, _ in pairs}
     )
@@ -175,6 +163,10 @@ def test_a_whole_corpus_in_small_files_counts_as_plain_python_counts(
     assert [number for _, number in found.top_responses] == frequent
     assert all(responses[response] == number for response, number in found.top_responses)
     assert found.lengths["response characters"].tolist() == [len(b) for _, b, _ in pairs]
+    groups = Counter(group for _, _, group in pairs)
+    assert rows_per_file < len(pairs) or (
+        sorted(found.lengths["examples per group"]) == sorted(groups.values())
+    )
     assert sum(found.lengths["examples per group"]) == len(pairs)
 
 
@@ -196,7 +188,7 @@ def test_a_sample_is_of_distinct_rows_that_exist_and_no_more_than_asked_for(file
         assert block.file < following.file or block.start + block.rows <= following.start
 
 
-@pytest.mark.parametrize("file_rows", [[250_000] * 40, [500] * 4_000, [100] * 500 + [2_000_000]])
+@pytest.mark.parametrize("file_rows", [[250_000] * 40, [100] * 500 + [2_000_000]])
 def test_a_sample_is_of_the_size_asked_for_and_spread_over_all_files(file_rows):
     blocks = survey.sample_blocks(file_rows, 100_000)
     rows = sum(block.rows for block in blocks)
@@ -296,11 +288,20 @@ class Page(HTMLParser):
 
 
 def test_texts_of_a_corpus_are_text_in_the_page_never_markup(publish):
-    rejected = {"reason": SCRIPT, "file": "<b>dump", "line": 7, "text": SCRIPT}
+    rejected = [
+        {"reason": SCRIPT, "file": "<b>dump", "line": 7, "text": SCRIPT},
+        {
+            "reason": "copy",
+            "file": "x",
+            "example_id": "late",
+            "same_as": "early",
+            "text": "y" * 9_000,
+        },
+    ]
     row = {"context": [SCRIPT, "</bdi></div>"], "response": SCRIPT, "subreddit": SCRIPT,
            "example_id": SCRIPT, "candidates": [SCRIPT, "other"], "label": 0}  # fmt: skip
-    corpus = publish([row, {**row, "split": "test"}, row], dropped={SCRIPT: 2}, rejected=[rejected])
-    html = page.page(look(corpus))
+    rows = [row, {**row, "split": "test"}, row]
+    html = page.page(look(publish(rows, dropped={SCRIPT: 2, "copy": 1}, rejected=rejected)))
     found = Page(html)
     assert "<script" not in html and "alert('x')" not in html
     assert not set(found.tags) & {"script", "img", "a", "iframe", "link", "object", "form"}
@@ -309,13 +310,8 @@ def test_texts_of_a_corpus_are_text_in_the_page_never_markup(publish):
     # subreddit; the reason twice and a sample's text.
     assert found.text.count(SCRIPT) == 3 * 3 + 2 + 3
     assert "<b>dump:7" in found.text
-
-
-def test_a_dropped_duplicate_names_the_example_that_it_repeats(publish):
-    rejected = {"reason": "copy", "file": "train/x.parquet", "example_id": "late", "same_as": "early",
-                "text": "hello"}  # fmt: skip
-    corpus = publish([{"response": "hello"}], dropped={"copy": 1}, rejected=[rejected])
-    assert "late, as early" in Page(page.page(look(corpus))).text
+    assert "late, as early" in found.text  # the example that a dropped one repeats
+    assert "y" * 3_000 + "…" in html and "y" * 3_001 not in html
 
 
 def test_the_page_is_whole_and_loads_nothing(reddit_corpus):
@@ -331,12 +327,6 @@ def test_the_page_is_whole_and_loads_nothing(reddit_corpus):
     assert example["response"] in found.text and example["context"][-1] in found.text
 
 
-def test_a_long_text_is_cut_in_the_page(publish):
-    html = page.page(look(publish([{"response": "x" * 100_000}] * 2)))
-    assert "x" * 3_000 + "…" in html
-    assert "x" * 3_001 not in html
-
-
 @given(st.text(st.characters(codec="utf-8")), st.integers(1, 50))
 def test_what_is_printed_is_one_line_without_control_codes(value, most):
     shown = text.printable(value, most)
@@ -345,11 +335,8 @@ def test_what_is_printed_is_one_line_without_control_codes(value, most):
 
 
 def test_a_corpus_cannot_move_the_cursor_of_who_looks_at_it(publish):
-    row = {
-        "context": ["\x1b[2J\x07\r"],
-        "response": "\x9b31m\u202e red",
-        "subreddit": "\x1b]0;title",
-    }
+    context, response, subreddit = ["\x1b[2J\x07\r"], "\x9b31m\u202e red", "\x1b]0;title"
+    row = {"context": context, "response": response, "subreddit": subreddit}
     lines = [*text.lines(look(publish([row, row])))]
     assert all(line.isprintable() for line in lines)
 

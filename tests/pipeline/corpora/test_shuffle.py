@@ -15,19 +15,17 @@ from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
 from pipeline.engine.draft import Draft
 
 SCHEMA = pa.schema([("number", pa.int64())])
-BLOCKS, BUCKETS, ROWS = 50, 40, 200
+BLOCKS, BUCKETS, ROWS = 50, 21, 100
 NAMES = [f"block-00000-{number:06d}" for number in range(BLOCKS)]
 
 
 @pytest.fixture
-def out(tmp_path, monkeypatch) -> Draft:
+def out(out, monkeypatch) -> Draft:
     """A draft with blocks, whose tasks run here."""
-    folder = str(tmp_path / "out")
-    draft = Draft(folder, folder, "corpus", {}, {}, "")
     rng = np.random.default_rng(0)
     for number, name in enumerate(NAMES):
         rows = pa.table([np.arange(ROWS) + number * ROWS], schema=SCHEMA)
-        buckets.write(draft, name, rows, rng.integers(BUCKETS, size=ROWS), BUCKETS)
+        buckets.write(out, name, rows, rng.integers(BUCKETS, size=ROWS), BUCKETS)
 
     def run(draft, tasks, work, label, kind, memory):
         for name in [name for name in tasks if name not in draft.finished_tasks()]:
@@ -35,7 +33,7 @@ def out(tmp_path, monkeypatch) -> Draft:
 
     monkeypatch.setattr(shuffle, "run_tasks", run)
     monkeypatch.setattr(shuffle, "_MERGED_FROM", 1000)
-    return draft
+    return out
 
 
 def all_buckets(draft: Draft, names: list[str]) -> list[pa.Table]:

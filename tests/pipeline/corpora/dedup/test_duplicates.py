@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup.options import Options
 
@@ -69,49 +68,24 @@ def some_examples(seed, count=150):
 # Exact
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ["How are you?", "Fine."],
-        ["HOW   are\nyou", "- fine -"],
-        ["how", "are you", "fine"],
-        ["\uff28ow are you", "\ufb01ne"],
-    ],
-    ids=["same", "case and separators", "turns", "forms of letters"],
-)
-def test_what_is_the_same(corpus_of, clean, other):
-    corpus = corpus_of([row("b", "How are you?", "Fine."), row("a", *other)])
-    done = clean(corpus, EXACT)
-    assert set(done.rows) == {"a"}
-    assert done.dropped == {"duplicate": 1}
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_what_is_the_same_and_what_is_not(corpus_of, clean):
+    same = [
+        ["how are you?", "Fine."],  # case
+        ["HOW   are\nyou", "- fine -"],  # separators
+        ["how", "are you", "fine"],  # turns
+        ["\uff28ow are you", "\ufb01ne"],  # forms of letters
+    ]
+    others = [
         ["How are you?", "Fine 😀"],
         ["How are", "you fine"],
         ["Who are you?", "Fine."],
         ["are How you?", "Fine."],
-    ],
-)
-def test_what_is_not_the_same(corpus_of, clean, other):
-    corpus = corpus_of([row("a", "How are you?", "Fine."), row("b", *other)])
-    assert clean(corpus, EXACT).dropped == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"), [("example", "abcd"), ("pair", "acd"), ("response", "ad")]
-)
-def test_what_is_compared(corpus_of, clean, text, kept):
-    rows = [
-        row("a", "first", "then", "end"),
-        row("b", "other", "then", "end"),
-        row("c", "first", "else", "end"),
-        row("d", "first", "then", "stop"),
     ]
-    done = clean(corpus_of(rows), dataclasses.replace(EXACT, text=text))
-    assert set(done.rows) == set(kept)
+    rows = [row(f"s{number}", *turns) for number, turns in enumerate(same)]
+    rows += [row(f"o{number}", *turns) for number, turns in enumerate(others)]
+    done = clean(corpus_of([row("a", "How are you?", "Fine."), *rows]), EXACT)
+    assert set(done.rows) == {"a", "o0", "o1", "o2", "o3"}
+    assert done.dropped == {"duplicate": 4}
 
 
 @pytest.mark.parametrize(("seed", "text"), [(0, "example"), (1, "pair"), (2, "response")])
@@ -165,16 +139,13 @@ def clusters_of(rows, threshold, text="example"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "text"), [(0, "example"), (1, "pair"), (2, "response")])
+@pytest.mark.parametrize(("seed", "text"), [(0, "example"), (2, "response")])
 def test_near_duplicates_are_those_of_all_pairs_compared(corpus_of, clean, seed, text):
-    rows = some_examples(seed)
+    rows = some_examples(seed, count=110)
     clusters = clusters_of(rows, THOROUGH.threshold, text)
     done = clean(corpus_of(rows, shards=2), dataclasses.replace(THOROUGH, text=text))
     assert set(done.rows) == first_of_each(clusters)
     assert done.dropped["near duplicate"] == len(rows) - len(clusters) > 20
-    both = clean(corpus_of(rows), dataclasses.replace(THOROUGH, text=text, exact=True))
-    assert set(both.rows) == set(done.rows)
-    assert both.dropped["duplicate"] > 5
 
 
 @pytest.mark.slow
@@ -182,11 +153,11 @@ def test_what_stays_does_not_depend_on_shards_buckets_or_order(corpus_of, clean,
     rows = some_examples(seed=9)
     options = dataclasses.replace(THOROUGH, exact=True, bands=6)
     expected = clean(corpus_of(rows), options)
-    monkeypatch.setattr(dedup, "_BUCKET_BYTES", 3_000)
+    assert min(expected.dropped["duplicate"], expected.dropped["near duplicate"]) > 5
+    monkeypatch.setattr(dedup, "_BUCKET_BYTES", 7_000)  # 2 buckets of exact keys, 4 of near ones
     random.Random(0).shuffle(rows)
-    found = clean(corpus_of(rows, shards=7), options)
-    assert found.rows == expected.rows
-    assert found.dropped == expected.dropped
+    found = clean(corpus_of(rows, shards=3), options)
+    assert (found.rows, found.dropped) == (expected.rows, expected.dropped)
     pairs = ("near_pairs.found", "near_pairs.alike")
     assert [found.counts[name] for name in pairs] == [expected.counts[name] for name in pairs]
 
@@ -217,7 +188,6 @@ def test_characters_find_what_words_do_not(corpus_of, clean):
         row("a", "东京今天天气非常好我们去公园散步吧", "好"),
         row("b", "东京今天天气非常好我们去公园散步呢", "好"),
     ]
-    assert clean(corpus_of(rows)).dropped == {}
     options = Options(unit="character", shingle=2)
     assert clean(corpus_of(rows), options).dropped == {"near duplicate": 1}
 
@@ -246,9 +216,7 @@ def test_texts_without_a_word_are_the_same_only_to_the_character(corpus_of, clea
     rows = [row(f"{number:02d}", "b", *pair) for number, pair in enumerate(pairs)]
 
     def key(example):
-        turns = {"response": [], "pair": example["context"][-1:], "example": example["context"]}[
-            text
-        ]
+        turns = {"response": [], "pair": example["context"][-1:]}.get(text, example["context"])
         return [words(side) or side for side in (" ".join(turns), example["response"])]
 
     clusters = {}
@@ -261,16 +229,15 @@ def test_texts_without_a_word_are_the_same_only_to_the_character(corpus_of, clea
 # Splits
 
 
-@pytest.mark.parametrize("options", [EXACT, THOROUGH], ids=["exact", "near"])
-def test_of_duplicates_test_stays_before_valid_before_train(corpus_of, clean, options):
+def test_of_duplicates_test_stays_before_valid_before_train(corpus_of, clean):
     turns = [("x y z", "p q r"), ("k l m", "n o p"), ("f g h", "i j k")]
     rows = [
         row("a", *turns[0]), row("b", *turns[0], split="valid"), row("c", *turns[0], split="test"),
         row("d", *turns[1]), row("f", *turns[1], split="valid"), row("e", *turns[1], split="valid"),
         row("h", *turns[2]), row("g", *turns[2]),
     ]  # fmt: skip
-    assert set(clean(corpus_of(rows), options).rows) == {"c", "e", "g"}
-    only_train = dataclasses.replace(options, drop_from=("train",))
+    assert set(clean(corpus_of(rows), EXACT).rows) == {"c", "e", "g"}
+    only_train = dataclasses.replace(EXACT, drop_from=("train",))
     assert set(clean(corpus_of(rows), only_train).rows) == {"b", "c", "e", "f", "g"}
 
 
@@ -295,19 +262,3 @@ def test_samples_show_what_each_dropped_example_is_the_same_as(corpus_of, clean)
     assert samples["c"]["reason"] == "near duplicate" and samples["c"]["same_as"] == "a"
     assert samples["d01"]["same_as"] == "d00"
     assert done.dropped == {"duplicate": 40, "near duplicate": 1}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("drop_from", (), "one split at least"),
-        ("shingle", 0, ">= 1"),
-        ("bands", 0, ">= 1"),
-        ("rows_per_band", -1, ">= 1"),
-        ("threshold", 0.0, "above 0, to 1"),
-        ("threshold", 1.5, "above 0, to 1"),
-    ],
-)
-def test_options_out_of_range_are_refused(field, value, allowed):
-    with pytest.raises(BadInput, match=rf"^dedup\.{field}: {re.escape(repr(value))} .*{allowed}"):
-        Options(**{field: value})

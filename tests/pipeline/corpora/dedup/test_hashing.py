@@ -6,8 +6,7 @@ import unicodedata
 
 import numpy as np
 import pyarrow as pa
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.corpora.dedup import hashing
@@ -56,24 +55,6 @@ def same_partition(ours: list[int], theirs: list[object]) -> bool:
 # Words and characters
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Hello,  World!", ["hello", "world"]),
-        ("don't_stop", ["don", "t", "stop"]),
-        ("“Déjà vu” … naïve\u00a0café", ["déjà", "vu", "naïve", "café"]),
-        ("ﬁne ①", ["fine", "1"]),
-        ("soft\u00adhyphen zero\u200bwidth", ["softhyphen", "zerowidth"]),
-        ("C++ <3 $5 😀", ["c++", "<3", "$5", "😀"]),
-        ("?! …", []),
-    ],
-)
-def test_what_a_word_is(text, words):
-    assert python_words(text) == words
-    expected = [hashing.words(array([word])).hashes.tolist() for word in words]
-    assert [[found] for found in hashing.words(array([text])).hashes.tolist()] == expected
-
-
 @given(TEXTS)
 def test_words_are_pythons_words(texts):
     found = hashing.words(array(texts))
@@ -92,6 +73,7 @@ def test_characters_are_those_of_the_words_each_after_a_space(texts):
     assert same_partition(found.hashes.tolist(), list("".join(expected)))
 
 
+@settings(max_examples=20)
 @given(TEXTS, st.data())
 def test_a_text_has_its_words_wherever_it_stands(texts, data):
     start = data.draw(st.integers(0, len(texts)))
@@ -112,9 +94,9 @@ def test_an_absent_text_has_no_words():
 
 
 def test_different_words_have_different_hashes():
-    words = [f"{a}{b}{n}" for a in "abcdefghij" for b in "xyz" for n in range(10_000)]
+    words = [f"{a}{b}{n}" for a in "abcdefghij" for b in "xyz" for n in range(1_000)]
     found = hashing.words(array([" ".join(words)]))
-    assert len(set(found.hashes.tolist())) == len(words) == 300_000
+    assert len(set(found.hashes.tolist())) == len(words) == 30_000
 
 
 def test_every_bit_of_a_hash_takes_part():

@@ -53,7 +53,7 @@ def test_orderings_are_random_and_within_the_family():
     assert longer[0][:1000].tolist() == a
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 15])
+@pytest.mark.parametrize("chunk", [7, 1 << 15])
 def test_a_signature_is_the_smallest_value_in_each_ordering(monkeypatch, chunk):
     monkeypatch.setattr(minhash, "_CHUNK", chunk)
     values = hashing.random_hashes(30, stream=77).tolist()
@@ -63,22 +63,6 @@ def test_a_signature_is_the_smallest_value_in_each_ordering(monkeypatch, chunk):
         [min((a[k] * (x >> 3) + b[k]) % PRIME for x in one) for k in range(6)] for one in sets
     ]
     assert minhash.signatures(tokens(sets), 6).tolist() == expected
-
-
-@pytest.mark.parametrize("similarity", [0.2, 0.5, 0.8, 0.95])
-def test_signatures_estimate_the_similarity_as_well_as_datasketch(similarity):
-    hashes = 1024
-    error = math.sqrt(similarity * (1 - similarity) / hashes)
-    for size in (20, 500):
-        pair = pair_of_sets(similarity, size, start=size)
-        true = jaccard(*map(set, pair))
-        ours = minhash.signatures(tokens(list(pair)), hashes)
-        estimate = (ours[0] == ours[1]).mean()
-        theirs = [MinHash(hashes, scheme="affine64", hashfunc=lambda x: x) for _ in pair]
-        for sketch, one in zip(theirs, pair, strict=True):
-            sketch.update_batch(one)
-        assert abs(estimate - true) < 4 * error
-        assert abs(estimate - theirs[0].jaccard(theirs[1])) < 4 * math.sqrt(2) * error
 
 
 def test_signatures_are_not_biased():
@@ -94,7 +78,7 @@ def test_signatures_are_not_biased():
 # Pairs
 
 
-@pytest.mark.parametrize(("bands", "rows"), [(14, 8), (20, 3), (8, 2)])
+@pytest.mark.parametrize(("bands", "rows"), [(20, 3), (8, 2)])
 def test_lsh_finds_the_pairs_that_datasketch_finds(bands, rows):
     rng = np.random.default_rng(bands)
     sets = [rng.choice(60, size=12, replace=False).tolist() for _ in range(150)]
@@ -118,7 +102,7 @@ def test_lsh_finds_the_pairs_that_datasketch_finds(bands, rows):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("similarity", [0.55, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("similarity", [0.55, 0.8])
 def test_pairs_are_found_with_the_probability_of_the_formula(similarity):
     count, bands, rows = 400, 14, 8
     pairs = [pair_of_sets(similarity, 60, start=5000 + number) for number in range(count)]
@@ -191,7 +175,5 @@ def test_components_are_what_edges_connect(edges):
     first, second = (np.array([edge[side] for edge in edges], np.int64) for side in (0, 1))
     nodes, labels = minhash.components(first, second)
     assert nodes.tolist() == sorted(groups)
-    found = {
-        frozenset(nodes[labels == label].tolist()) for label in set(labels.tolist())
-    }  # fmt: skip
+    found = {frozenset(nodes[labels == label].tolist()) for label in set(labels.tolist())}
     assert found == {frozenset(group) for group in groups.values()}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import BadInput
+from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import amazonqa
 from pipeline.corpora.formats.amazonqa import Options, Pair
@@ -88,43 +88,28 @@ def test_words_are_what_spaces_part_and_there_are_4_to_59(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("__import__('os').abort()", "not a Python literal"),
         ("{'asin': 'B1', 'question': open('x').read(), 'answer': 'b'}", "not a Python literal"),
         ('{"asin": "B1", "question": null}', "not a Python literal"),
-        ("{'asin': 'B1', 'question': 'a", "not a Python literal"),
         ("{'asin': 'B1', [1]: 2}", "not a Python literal"),
         ("[" * 100_000, "not a Python literal"),
-        ("-" * 100_000 + "1", "not a Python literal"),
         ("1" + "+1" * 100_000, "not a Python literal"),
-        ("1" * 5000, "not a Python literal"),
         ("a\0b", "not a Python literal"),
+        (f"{raw.OVERLONG.decode()}{{", "line too long"),
         ("[{'asin': 'B1'}]", "not a dictionary"),
-        ("'asin'", "not a dictionary"),
         ("{'question': 'a', 'answer': 'b'}", "no field asin"),
-        ("{'asin': 'B1', 'question': 'a'}", "no field answer"),
         ("{'asin': 1, 'question': 'a', 'answer': 'b'}", "field asin is no text"),
-        ("{'asin': 'B1', 'question': b'a', 'answer': 'b'}", "field question is no text"),
         ("{'asin': 'B1', 'question': 'a', 'answer': '\\ud83d'}", "field answer is no text"),
         ("{'asin': 'B1', 'questions': {}}", "field questions is no list"),
-        ("{'asin': 'B1', 'questions': ['a']}", "not a dictionary"),
         ("{'asin': 'B1', 'questions': [{'questionText': 'a'}]}", "no field answers"),
     ],
 )
 def test_a_line_that_is_no_dictionary_of_the_format_is_set_aside(tmp_path, text, reason):
     pairs, report = read(tmp_path, f"{line()}\n{text}\n{line()}")
-    assert len(pairs) == 2
-    assert report.records == 3
+    assert (len(pairs), report.records) == (2, 3)
     assert report.malformed.counts == {reason: 1}
     assert [(sample["line"], sample["text"]) for sample in report.malformed.samples] == [
         (2, text[:2000])
     ]
-
-
-def test_a_line_over_10_mib_is_set_aside_unread(tmp_path):
-    long = b"{'asin': 'B1', 'question': '" + b"a b c d " * (11 << 17) + b"', 'answer': 'a b c d'}"
-    pairs, report = read(tmp_path, b"\n".join([line().encode(), long, line().encode()]))
-    assert len(pairs) == 2
-    assert report.malformed.counts == {"line too long": 1}
 
 
 def test_a_product_without_answers_is_counted(tmp_path):
@@ -142,6 +127,7 @@ _literals = st.recursive(
 ).map(repr)
 
 
+@settings(max_examples=25)
 @given(st.lists(_literals | st.text(st.characters(exclude_categories=["Cs"])), max_size=6))
 def test_any_lines_are_pairs_or_counted(tmp_path_factory, lines):
     pairs, report = read(tmp_path_factory.getbasetemp(), "\n".join(lines).encode(errors="replace"))
@@ -176,7 +162,7 @@ _files = st.lists(st.lists(_pairs, max_size=12), min_size=1, max_size=3).filter(
 
 @pytest.mark.slow
 @given(files=_files, bucket_bytes=st.sampled_from([150, 400, 10**6]))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(
     prepare, files, bucket_bytes
 ):
@@ -193,7 +179,7 @@ def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(
     assert found.dropped.get("duplicate", 0) == len(long) - len(smallest)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.9, 1.0])
 def test_products_are_split_by_the_md5_of_their_id(prepare, share):
     products = [f"B{n}" for n in range(200)]
     texts = [line(f"Is this the product {product}?", product=product) for product in products]
@@ -211,15 +197,6 @@ def test_addresses_are_redacted_after_duplicates_are_found(prepare):
     found = prepare(["\n".join(two)], privacy)
     assert [row["response"] for row in found.rows] == ["Ask <email> about it."] * 2
     assert found.dropped == {}
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("min_words", 0), ("max_words", 3), ("train_share", 0), ("train_share", 1.1)],
-)
-def test_options_outside_their_range_are_refused(option, value):
-    with pytest.raises(BadInput, match=rf"^amazonqa\.{option}: {value} is not allowed; allowed: "):
-        Options(**{option: value})
 
 
 @pytest.mark.slow

@@ -58,11 +58,8 @@ def read(
 
 def test_a_dialogue_is_an_example_with_its_100_candidates(tmp_path):
     (row,), report = read(tmp_path, [dialogue()])
-    assert row["context"] == [
-        "participant 1: hey",
-        "participant 2: hello",
-        "participant 1: it hangs",
-    ]
+    turns = ["participant 1: hey", "participant 2: hello", "participant 1: it hangs"]
+    assert row["context"] == turns
     assert (row["response"], row["label"]) == ("text of c42", 42)
     assert row["candidates"] == [f"text of c{place}" for place in range(100)]
     assert (row["group_id"], row["split"]) == ("ubuntu_train_subtask_1.json/7", "train")
@@ -228,24 +225,18 @@ def test_each_subtask_has_one_file_of_answers_named_after_it(tmp_path, names):
     ("changes", "reason"),
     [
         ({"example-id": "7"}, "example-id is no integer"),
-        ({"example-id": ...}, "example-id is no integer"),
         ({"data-split": "tune"}, "data-split names no split"),
-        ({"data-split": 1}, "data-split names no split"),
         ({"scenario": 2}, "scenario is not 1, 3, 4 or 5"),
-        ({"scenario": "one"}, "scenario is not 1, 3, 4 or 5"),
         ({"messages-so-far": []}, "messages-so-far is empty"),
         ({"messages-so-far": ...}, "messages-so-far is empty"),
         ({"messages-so-far": 5}, "messages-so-far is no list of speaker and utterance"),
-        ({"messages-so-far": ["hi"]}, "messages-so-far is no list of speaker and utterance"),
         ({"messages-so-far": [{"speaker": "participant_1", "utterance": None}]},
          "messages-so-far holds what is no text"),
         ({"options-for-next": [option("c42")] * 99}, "not 100 candidates"),
-        ({"options-for-next": [option("c42")] * 101}, "not 100 candidates"),
         ({"options-for-next": [{"candidate-id": "c1"}]},
          "options-for-next is no list of candidate-id and utterance"),
         ({"options-for-next": [option("c42", "\ud800")]}, "options-for-next holds what is no text"),
         ({"options-for-correct-answers": [option("c100")]}, "no right answer among the candidates"),
-        ({"options-for-correct-answers": ...}, "no right answer among the candidates"),
     ],
 )  # fmt: skip
 def test_a_dialogue_that_is_not_of_the_format_is_set_aside_and_the_rest_read(
@@ -335,32 +326,25 @@ def test_contexts_are_those_of_parlai(shared, tmp_path, split):
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize(("split", "dialogues"), [("train", 2500), ("dev", 300)])
-def test_real_dialogues_are_read_whole(real_data, split, dialogues):
-    file = real_data / "dstc7" / "derived" / f"ubuntu_{split}_subtask_1.json"
-    report = ParseReport()
-    rows = list(dstc7.parse(str(file), Reading(), report, dstc7.Options(speakers="none"), {}))
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert len(rows) == len(found) == dialogues
-    for row, theirs in zip(rows, found, strict=True):
+def test_real_dialogues_are_read_whole_and_augmented_by_each_turn_of_participant_2(real_data):
+    file = real_data / "dstc7" / "derived" / "ubuntu_train_subtask_1.json"
+    report, options = ParseReport(), dstc7.Options(speakers="none", augment=True)
+    rows = list(dstc7.parse(str(file), Reading(), report, options, {}))
+    dialogues = json.loads(file.read_text(encoding="utf-8"))
+    whole = [row for row in rows if row["candidates"] is not None]
+    for row, theirs in zip(whole, dialogues, strict=True):
         assert row["context"] == [message["utterance"] for message in theirs["messages-so-far"]]
         assert row["response"] == theirs["options-for-correct-answers"][0]["utterance"]
         assert row["candidates"] == [text["utterance"] for text in theirs["options-for-next"]]
         assert row["candidates"][row["label"]] == row["response"]
-    assert not report.malformed.counts and not report.dropped.counts
-
-
-@pytest.mark.shared
-def test_a_real_training_file_is_augmented_by_each_turn_of_participant_2(real_data):
-    file = real_data / "dstc7" / "derived" / "ubuntu_train_subtask_1.json"
-    rows = list(dstc7.parse(str(file), Reading(), ParseReport(), dstc7.Options(augment=True), {}))
     expected = Counter(
         message["utterance"]
-        for found in json.loads(file.read_text(encoding="utf-8"))
-        for message in found["messages-so-far"][1:]
+        for dialogue in dialogues
+        for message in dialogue["messages-so-far"][1:]
         if message["speaker"] == "participant_2"
     )
     added = [row for row in rows if row["candidates"] is None]
     assert Counter(row["response"] for row in added) == expected
-    assert (len(added), len(rows)) == (4641, 7141)
+    assert (len(whole), len(added)) == (2500, 4641)
     assert all(len(row["context"]) % 2 for row in added)
+    assert not report.malformed.counts and not report.dropped.counts

@@ -37,7 +37,6 @@ def refusal(file, data, **options):
 @pytest.mark.parametrize(
     ("written", "guess", "line"),
     [
-        ("latin-1", "cp1252", 2),
         ("cp1252", "cp1252", 2),
         ("utf-16", "utf-16", 1),
         ("utf-16-le", "utf-16-le", 1),
@@ -113,9 +112,9 @@ def test_a_column_that_is_not_there_gets_no_hint_at_delimiters(tmp_path):
     assert message.endswith("x.csv: context, response")
 
 
-@pytest.mark.parametrize(("kind", "group"), [
-    (Options, "pairs"), (EmbedConfig, "embed"), (ReadConfig, "read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "group"), [(Options, "pairs"), (EmbedConfig, "embed"), (ReadConfig, "read")]
+)
 def test_what_can_be_no_encoding_or_delimiter_is_refused(kind, group):
     for name, value in (("encoding", "utf-9"), ("encoding", "base64"), ("delimiter", "::")):
         with pytest.raises(BadInput, match=f"^{group}.{name}: '{value}' is not allowed"):

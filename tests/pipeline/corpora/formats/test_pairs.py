@@ -74,12 +74,6 @@ def test_a_row_is_an_example_in_every_form(tmp_path, form):
     assert report.records == 2
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_context_that_is_a_list_is_turns(tmp_path, form):
-    found, _ = read(tmp_path, [FULL], ALL, f"rows.{form}")
-    assert [row["context"] for row in found] == [["hi", "how are you ?"]]
-
-
 def test_a_text_is_one_turn_even_where_it_looks_like_a_list(tmp_path):
     found, _ = read(tmp_path, [{"context": '["hi"]', "response": "[1]"}], name="rows.csv")
     assert [(row["context"], row["response"]) for row in found] == [(['["hi"]'], "[1]")]
@@ -110,15 +104,6 @@ def test_a_column_without_a_name_is_ignored_as_the_index_of_pandas_is(tmp_path):
     assert not report.malformed.counts
 
 
-def test_columns_may_have_any_name(tmp_path):
-    rows = [{"Frage ?": "wie geht's ?", "die.Antwort": "gut .", "x": 1}]
-    options = Options(context_column="Frage ?", response_column="die.Antwort")
-    for form in ("jsonl", "parquet", "csv"):
-        (found,), _ = read(tmp_path, rows, options, f"rows.{form}")
-        assert (found["context"], found["response"]) == (["wie geht's ?"], "gut .")
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
 @pytest.mark.parametrize(
     ("given", "columns", "taken"),
     [
@@ -135,10 +120,8 @@ def test_columns_may_have_any_name(tmp_path):
         ({}, ("question", "sub_question", "answer"), ("question", "answer")),
     ],
 )
-def test_columns_with_usual_names_are_taken_where_one_alone_fits(
-    tmp_path, form, given, columns, taken
-):
-    file = write(tmp_path / f"rows.{form}", [dict.fromkeys(columns, "a")])
+def test_columns_with_usual_names_are_taken_where_one_alone_fits(tmp_path, given, columns, taken):
+    file = write(tmp_path / "rows.csv", [dict.fromkeys(columns, "a")])
     options = Options(**given)
     guessed, line = pairs.with_guessed_columns([str(file)], options, Reading())
     if taken is None:
@@ -156,12 +139,11 @@ def test_columns_with_usual_names_are_taken_where_one_alone_fits(
                 pairs.require_columns([str(file)], guessed, Reading())
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
-def test_without_a_label_the_first_candidate_with_the_responses_text_is_meant(tmp_path, form):
-    options = Options(candidates_column="options")
-    rows = [{**ASKED, "options": ["no .", "fine .", "fine ."]}]
-    (found,), _ = read(tmp_path, rows, options, f"rows.{form}")
+def test_without_a_label_the_first_candidate_with_the_responses_text_is_meant(tmp_path):
+    rows = [{**ASKED, "options": ["no .", "fine .", "fine ."]}, {**ASKED, "options": ["no ."]}]
+    (found,), report = read(tmp_path, rows, Options(candidates_column="options"), "rows.csv")
     assert (found["candidates"], found["label"]) == (["no .", "fine .", "fine ."], 1)
+    assert report.malformed.counts == {"response is not among options": 1}
 
 
 @pytest.mark.parametrize("label", [2, 2.0, "2", "2.0"])
@@ -192,32 +174,23 @@ def test_ids_and_groups_of_a_column_with_gaps_are_whole_numbers(tmp_path):
     ("change", "reason"),
     [
         ({"context": None}, "no context"),
-        ({"context": 5}, "context is no text"),
         ({"context": "\ud83d"}, "context is no text"),
         ({"context": ["hi", None]}, "context is no list of texts"),
-        ({"context": [["hi"]]}, "context is no list of texts"),
-        ({"response": None}, "no response"),
         ({"response": ["fine ."]}, "response is no text"),
-        ({"group": None}, "no group"),
         ({"group": ""}, "no group"),
         ({"group": {"a": 1}}, "group: dict; allowed: text, numbers, dates"),
-        ({"id": None}, "no id"),
         ({"id": [1]}, "id: list; allowed: text, numbers, dates"),
         ({"options": "no . | fine ."}, "options is no list of texts"),
         ({"options": '{"a": "fine ."}'}, "options is no list of texts"),
-        ({"options": ["no .", 3]}, "options is no list of texts"),
         ({"options": None}, "label without options"),
-        ({"label": None}, "label is no whole number"),
         ({"label": "one"}, "label is no whole number"),
         ({"label": 0.5}, "label is no whole number"),
         ({"label": True}, "label is no whole number"),
         ({"label": 2}, "label is no place in options"),
         ({"label": -1}, "label is no place in options"),
-        ({"label": 10**30}, "label is no place in options"),
         ({"options": []}, "label is no place in options"),
         ({"label": 0}, "response is not the candidate that label names"),
         ({"split": "holdout"}, "split is none of train, valid and test"),
-        ({"split": 1}, "split is no text"),
     ],
 )
 def test_a_row_that_does_not_fit_is_set_aside_and_the_rest_is_read(tmp_path, change, reason):
@@ -228,17 +201,9 @@ def test_a_row_that_does_not_fit_is_set_aside_and_the_rest_is_read(tmp_path, cha
     assert sample["line"] == 2
 
 
-def test_a_response_that_is_not_among_the_candidates_is_set_aside(tmp_path):
-    rows = [{**ASKED, "options": ["no ."]}, {**ASKED, "options": ["fine ."]}]
-    found, report = read(tmp_path, rows, Options(candidates_column="options"))
-    assert len(found) == 1
-    assert report.malformed.counts == {"response is not among options": 1}
-
-
 @pytest.mark.parametrize(
     ("change", "side"),
     [
-        ({"context": ""}, "context"),
         ({"context": [" ", "\n"]}, "context"),
         ({"context": []}, "context"),
         ({"response": " \t"}, "response"),
@@ -276,29 +241,21 @@ def test_any_row_is_an_example_that_fits_the_contract_or_counted(tmp_path_factor
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        ("train.jsonl", "train"),
         ("validation-00000-of-00002.parquet", "valid"),
-        ("dev.csv", "valid"),
-        ("TEST_a.tsv", "test"),
         ("test/part-0.jsonl", "test"),
         ("split=valid/part-0.jsonl", "valid"),
         ("valid/train.jsonl", "train"),
+        ("test_run/rows.jsonl", None),  # these only look like the name of a split
+        ("latest.jsonl", None),
+        ("train.d/rows.csv", None),
     ],
 )
 def test_a_file_is_the_split_that_it_or_its_folder_names(tmp_path, name, split):
     rows = [{**ASKED, "context": f"how are you {n} ?"} for n in range(100)]
     found, _ = read(tmp_path, rows, None, name)
-    assert {row["split"] for row in found} == {split}
+    splits = {row["split"] for row in found}
+    assert splits == {split} if split else splits > {"train"}
     found, _ = read(tmp_path, rows, Options(split_by="groups"), name)
-    assert {row["split"] for row in found} > {"train"}
-
-
-@pytest.mark.parametrize(
-    "name", ["rows.jsonl", "test_run/rows.jsonl", "latest.jsonl", "train.d/rows.csv"]
-)
-def test_a_name_that_only_looks_like_a_split_is_none(tmp_path, name):
-    rows = [{**ASKED, "context": f"how are you {n} ?"} for n in range(100)]
-    found, _ = read(tmp_path, rows, None, name)
     assert {row["split"] for row in found} > {"train"}
 
 
@@ -342,14 +299,13 @@ _files = st.dictionaries(
 
 @pytest.mark.slow
 @given(_files)
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_contexts_that_begin_alike_are_never_in_two_splits_of_a_hash(prepare_here, files):
     """`prepare_here` checks that no group is in two splits, and that ids differ."""
     with tempfile.TemporaryDirectory() as folder:
         written = [write(Path(folder) / name, rows) for name, rows in files.items()]
         shares = (0.34, 0.33, 0.33)
         found = prepare_here(pairs.prepare, written, Options(split_by="groups", shares=shares)).rows
-        prepare_here(pairs.prepare, written, Options(shares=shares))
     of_first: dict[str, set[str]] = {}
     for row in found:
         of_first.setdefault(row["context"][0], set()).add(row["split"])
@@ -383,27 +339,6 @@ def test_a_group_in_two_splits_is_refused(prepare_here, tmp_path):
     assert prepare_here(
         pairs.prepare, files, Options(group_column="thread", split_by="groups")
     ).rows
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"context_column": ""}, "pairs.context_column: '' is not allowed; allowed: a column"),
-        ({"label_column": "y"}, "pairs.label_column: 'y' is not allowed; allowed: none without"),
-        (
-            {"shares": (0.5, 0.5, 0.5)},
-            r"pairs.shares: \(0.5, 0.5, 0.5\) is not allowed; allowed: three",
-        ),
-        ({"shares": (1.1, -0.1, 0)}, r"pairs.shares: .* allowed: three shares"),
-        ({"shares": (0.9995, 0.0005, 0)}, r"pairs.shares: .* thousandths at"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(BadInput, match=message):
-        Options(**options)
 
 
 # The job
@@ -460,51 +395,6 @@ def test_polyais_json_gives_its_turns_oldest_first(prepare_here, shared):
     )
     assert Counter(tuple(row["context"]) for row in found.rows) == by_hand
     assert {row["group_id"] for row in found.rows} == {line["thread_id"] for line in lines}
-
-
-@pytest.mark.parametrize(
-    ("name", "lines", "reason", "text"),
-    [
-        (
-            "x.csv",
-            b"context,response,name\nhow, are you,fine,John Public\n",
-            "more or fewer fields than columns",
-            "4 fields, 3 columns",
-        ),
-        (
-            "x.csv",
-            b'context,response,name\n"how" are,fine,John Public\n',
-            "not CSV: ',' expected after '\"'",
-            "26 characters",
-        ),
-        (
-            "x.csv",
-            b"context,response,pr\xc3\xa9nom\nhow,\xff John Public\n",
-            "not UTF-8",
-            "17 characters",
-        ),
-        (
-            "x.jsonl",
-            b'{"context": "how", "response": "fine"}\n{"name": "John Public" "context": 1}\n',
-            "not JSON",
-            "Expecting ',' delimiter at character 24",
-        ),
-        (
-            "x.jsonl",
-            b'{"context": "how", "response": "fine"}\n["John Public"]\n',
-            "not a JSON object",
-            "list",
-        ),
-    ],
-)
-def test_a_line_that_is_no_row_shows_why_and_where_and_no_content(
-    tmp_path, name, lines, reason, text
-):
-    (tmp_path / name).write_bytes(lines)
-    report = ParseReport()
-    list(pairs.parse(str(tmp_path / name), Reading(), report, pairs.Options(), f"{tmp_path}/"))
-    (sample,) = report.malformed.samples
-    assert (sample["reason"], sample["line"], sample["text"]) == (reason, 2, text)
 
 
 def test_a_rejected_row_shows_no_column_that_nobody_named(tmp_path):

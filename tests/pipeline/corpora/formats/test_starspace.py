@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import bz2
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.config import BadInput
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import starspace
 from pipeline.corpora.formats.starspace import Options
@@ -42,9 +40,7 @@ def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
     ("name", "split"),
     [
         ("wikipedia_train5M.txt", "train"),
-        ("wikipedia_train250k.txt.gz", "train"),
         ("wikipedia_shuf_train5M.txt", "train"),
-        ("wikipedia_dev10k.txt", "valid"),
         ("wikipedia_test10k.txt", "test"),
         ("test.txt", "test"),
     ],
@@ -68,13 +64,6 @@ def test_options_are_those_of_article_search(tmp_path):
     rows, _ = read(tmp_path / "train.txt", LINE, queries=2, max_article_characters=10)
     assert len({row["context"][0] for row in rows}) == len(rows) == 2
     assert {len(row["response"]) for row in rows} == {10}
-    for option, least in (("queries", 1), ("max_article_characters", 1), ("others", 0)):
-        with pytest.raises(BadInput, match=rf"^starspace\.{option}: -1 .* >= {least}"):
-            Options(**{option: -1})
-
-
-def test_compressed_files_are_read(tmp_path):
-    assert len(read(tmp_path / "wikipedia_train.txt.bz2", bz2.compress(LINE.encode()))[0]) == 1
 
 
 @pytest.mark.shared

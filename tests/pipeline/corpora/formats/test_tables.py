@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import bz2
 import csv
 import gzip
 import io
 import itertools
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +63,15 @@ FORMS = {
 # Which form a file has
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows", "rows.txt"])
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize(
+    ("name", "indent", "mark"),
+    [
+        ("rows.json", None, ""),
+        ("rows.jsonl", 2, "\ufeff"),
+        ("rows", None, "\ufeff"),
+        ("rows.txt", 2, ""),
+    ],
+)
 def test_a_json_array_is_a_table(tmp_path, name, indent, mark):
     data = mark + json.dumps(ROWS, indent=indent)
     rows, report = read(tmp_path / name, data.encode())
@@ -84,18 +88,16 @@ def test_objects_of_several_lines_are_a_table(tmp_path):
         read(tmp_path / "rows.json", data[:-3].encode())
 
 
-@pytest.mark.parametrize("between", ["", " ", ",", ",\n"])
+@pytest.mark.parametrize("between", ["", ",\n"])
 def test_objects_may_share_a_line_and_have_commas_between_them(tmp_path, between):
     data = between.join(map(json.dumps, ROWS))
     assert [row for _, row in read(tmp_path / "rows.json", data.encode())[0]] == ROWS
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize(
-    "table", [{"0": ROWS[0], "1": ROWS[1]}, {"a": {"0": "x", "1": "y"}, "b": {"0": "u", "1": "v"}}]
-)
-def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, table, indent):
-    with pytest.raises(BadInput, match=r"such as '[0a]'; .* by to_json\(…, orient='records'\)"):
+def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, indent):
+    table = {"0": ROWS[0], "1": ROWS[1]}
+    with pytest.raises(BadInput, match=r"such as '0'; .* by to_json\(…, orient='records'\)"):
         read(tmp_path / "rows.json", json.dumps(table, indent=indent).encode())
 
 
@@ -108,11 +110,6 @@ def test_a_table_under_a_key_is_refused_with_its_name_and_columns(tmp_path, inde
         read(tmp_path / "rows.json", data.encode())
 
 
-def test_lines_that_are_arrays_are_read_to_the_last(tmp_path):
-    data = "".join(json.dumps([row]) + "\n" for row in ROWS)
-    assert [row for _, row in read(tmp_path / "rows.jsonl", data.encode())[0]] == ROWS
-
-
 def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     many = [{"a": "x" * 100_000, "b": str(number)} for number in range(120)]
     rows, report = read(tmp_path / "rows.json", json.dumps(many).encode())
@@ -120,8 +117,9 @@ def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     assert not report.malformed.counts
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize(
+    ("form", "encoding"), [("csv", "utf-8"), ("tsv", "utf-16"), ("jsonl", "utf-8")]
+)
 def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
     lines = FORMS[form].decode().replace("\r\n", "\n").replace("\n", "\r")
     data = lines.encode(encoding)
@@ -129,7 +127,7 @@ def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
     assert [row for _, row in rows] == ROWS
 
 
-@pytest.mark.parametrize("name", ["ROWS.{}", "rows", "rows.txt"])
+@pytest.mark.parametrize("name", ["ROWS.{}", "rows.txt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, form, name):
     rows, report = read(tmp_path / name.format(form.upper()), FORMS[form])
@@ -139,18 +137,9 @@ def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, fo
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
-@pytest.mark.parametrize(
-    ("ending", "pack"),
-    [
-        ("gz", gzip.compress),
-        ("bz2", bz2.compress),
-        ("xz", lzma.compress),
-        ("zst", zstandard.compress),
-    ],
-)
-def test_texts_may_be_compressed(tmp_path, form, ending, pack):
-    for name in (f"rows.{form}.{ending}", f"rows.{ending}", "rows"):
-        rows, _ = read(tmp_path / name, pack(FORMS[form]))
+def test_texts_may_be_compressed(tmp_path, form):
+    for name in (f"rows.{form}.gz", "rows.gz", "rows"):
+        rows, _ = read(tmp_path / name, gzip.compress(FORMS[form]))
         assert [row for _, row in rows] == ROWS
 
 
@@ -164,11 +153,6 @@ def test_the_name_decides_where_the_contents_mislead(tmp_path):
 @pytest.mark.parametrize("data", [b"", b"\n \n\n"])
 def test_an_empty_file_has_no_rows(tmp_path, data):
     assert [read(tmp_path / name, data)[0] for name in ("x.csv", "x.jsonl", "x")] == [[], [], []]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
-    for form in ("csv", "tsv", "jsonl"):
-        assert [row for _, row in read(tmp_path / "rows", b"\xef\xbb\xbf" + FORMS[form])[0]] == ROWS
 
 
 # Rows
@@ -220,31 +204,34 @@ def test_quotes_may_be_text_like_any_other(tmp_path):
     assert [row for _, row in rows] == [{"a": '"hm" he said', "b": 'I "see"'}, {"a": '"', "b": '"'}]
     rows, report = read(tmp_path / "x.tsv", data)
     assert (len(rows), report.malformed.counts.total()) == (0, 2)
+    rows, report = read(tmp_path / "x.csv", b'a,b\n1,5" and 6" pipes\n2,two\n3,a 6" pipe\n')
+    assert [row["b"] for _, row in rows] == ['5" and 6" pipes', "two", 'a 6" pipe']
+    assert not report.malformed.counts
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "reason"),
+    ("name", "line", "reason", "shown"),
     [
-        ("x.csv", '"one"two,three', "not CSV: ',' expected after '\"'"),
-        ("x.csv", "one", "more or fewer fields than columns"),
-        ("x.csv", "one,two,three", "more or fewer fields than columns"),
-        ("x.jsonl", "{'a': 1}", "not JSON"),
-        ("x.jsonl", '{"a": 1', "not JSON"),
-        ("x.jsonl", "[" * 100_000, "not JSON"),
-        ("x.jsonl", '{"a": ' + "1" * 5000 + "}", "not JSON"),
-        ("x.jsonl", "[1, 2]", "not a JSON object"),
-        ("x.jsonl", "null", "not a JSON object"),
+        ("x.csv", '"one"two,three', "not CSV: ',' expected after '\"'", "14 characters"),
+        ("x.csv", "one,two,three", "more or fewer fields than columns", "3 fields, 2 columns"),
+        ("x.csv", "\u00e9,\udcff two", "not UTF-8", "7 characters"),
+        ("x.jsonl", '{"a" 1}', "not JSON", "Expecting ':' delimiter at character 6"),
+        ("x.jsonl", "[" * 100_000, "not JSON", "maximum recursion depth exceeded"),
+        ("x.jsonl", '{"a": ' + "1" * 5000 + "}", "not JSON", "Exceeds the limit"),
+        ("x.jsonl", "[1, 2]", "not a JSON object", "list"),
     ],
 )
-def test_a_line_that_is_no_row_is_set_aside_and_the_rest_is_read(tmp_path, name, line, reason):
-    head, row = (b"a,b\n", b"1,2\n") if name == "x.csv" else (b"", b'{"a": 1, "b": 2}\n')
-    rows, report = read(tmp_path / name, head + row + line.encode() + b"\n" + row)
-    assert len(rows) == 2
+def test_a_line_that_is_no_row_is_set_aside_and_shows_why_and_no_content(
+    tmp_path, name, line, reason, shown
+):
+    head, row = ("a,b\n", "\u00e9,2\n") if name == "x.csv" else ("", '{"a": 1, "b": 2}\n')
+    data = f"{head}{row}{line}\n{row}".encode(errors="surrogateescape")
+    rows, report = read(tmp_path / name, data)
+    assert (len(rows), report.records) == (2, 3)
     assert report.malformed.counts == {reason: 1}
-    assert report.records == 3
     (sample,) = report.malformed.samples
     assert sample["line"] == (3 if head else 2)
-    assert not any(word in sample["text"] for word in ("two", "1, 2", "'a'", "[[[", "111"))
+    assert sample["text"].startswith(shown) and not sample["text"].count("11")
 
 
 def test_a_quote_that_is_never_closed_costs_its_own_line(tmp_path):
@@ -253,12 +240,6 @@ def test_a_quote_that_is_never_closed_costs_its_own_line(tmp_path):
     assert rows == expected
     assert report.malformed.counts == {"not CSV: unexpected end of data": 1}
     assert report.malformed.samples[0]["line"] == 3
-
-
-def test_quotes_within_a_field_that_has_none_around_it_are_text(tmp_path):
-    rows, report = read(tmp_path / "x.csv", b'a,b\n1,5" and 6" pipes\n2,two\n3,a 6" pipe\n')
-    assert [row["b"] for _, row in rows] == ['5" and 6" pipes', "two", 'a 6" pipe']
-    assert not report.malformed.counts
 
 
 @pytest.mark.parametrize(

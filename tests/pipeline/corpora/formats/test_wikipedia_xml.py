@@ -4,7 +4,6 @@ import bz2
 import gzip
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -82,8 +81,15 @@ def test_a_page_becomes_an_article_of_plain_paragraphs(read):
     assert (report.records, report.malformed.counts, report.dropped.counts) == (1, {}, {})
 
 
-@pytest.mark.parametrize("pack", [bytes, bz2.compress, gzip.compress], ids=["plain", "bz2", "gz"])
-@pytest.mark.parametrize("before", ["", "\ufeff", '<?xml version="1.0" encoding="utf-8"?>\n', "\n"])
+@pytest.mark.parametrize(
+    ("pack", "before"),
+    [
+        (bz2.compress, ""),
+        (gzip.compress, '<?xml version="1.0" encoding="utf-8"?>\n'),
+        (bytes, "\ufeff"),
+        (bytes, "\n"),
+    ],
+)
 def test_a_dump_is_known_by_its_first_bytes(tmp_path, pack, before):
     (tmp_path / "anything").write_bytes(pack(before.encode() + dump(page(1), page(2))))
     report = ParseReport()
@@ -160,7 +166,7 @@ BOMB = (
 
 
 @pytest.mark.parametrize(
-    "before", [BOMB, '<?xml version="1.0"?>\n' + BOMB, '<!DOCTYPE x SYSTEM "file:///etc/passwd">']
+    "before", ['<?xml version="1.0"?>\n' + BOMB, '<!DOCTYPE x SYSTEM "file:///etc/passwd">']
 )
 def test_a_document_type_is_refused_whatever_it_holds(tmp_path, before):
     (tmp_path / "dump").write_bytes(before.encode() + dump(page(1).replace("It", "&j;")))
@@ -177,12 +183,6 @@ def test_a_document_type_and_entities_inside_of_a_dump_are_never_expanded(read):
     )
     assert articles == []
     assert report.malformed.counts == {"page that is no XML": 2}
-
-
-def test_memory_is_that_of_a_page_however_long_the_stream():
-    endless = itertools.cycle([b"<page>a</page> ", b"<pa", b"ge>b</pag", b"e>"])
-    pages = cut_pages(endless, [])
-    assert [next(pages) for _ in range(4)] == [b"<page>a</page>", b"<page>b</page>"] * 2
 
 
 def test_a_page_that_never_ends_is_given_up(monkeypatch):
@@ -237,7 +237,7 @@ def test_wherever_a_dump_is_cut_each_page_is_in_one_part(stream):
 
 
 PAGES = [
-    page(n, f"{TEXT} Number {n} has these words. " + f"{n * 7919:x} " * 40) for n in range(300)
+    page(n, f"{TEXT} Number {n} has these words. " + f"{n * 7919:x} " * 40) for n in range(100)
 ]
 WHOLE = dump(*PAGES)
 
@@ -246,7 +246,7 @@ def multistream(data: bytes, bounds: list[int]) -> bytes:
     return b"".join(bz2.compress(data[a:b]) for a, b in itertools.pairwise([0, *bounds, len(data)]))
 
 
-AT_PAGES = [WHOLE.index(f"<title>Title {n}<".encode()) - 13 for n in range(0, 300, 20)]
+AT_PAGES = [WHOLE.index(f"<title>Title {n}<".encode()) - 13 for n in range(0, 100, 10)]
 ANYWHERE = list(range(5000, len(WHOLE), 5000))
 
 
@@ -266,8 +266,8 @@ def test_a_dump_read_in_parts_gives_each_page_once(read, monkeypatch, tmp_path, 
     articles, report = read(data)
     uris = wikipedia_xml.parts(str(tmp_path / "dump"))
     assert len(uris) == (1 if parts == "one" else -(-len(data) // 1500))
-    assert [int(article.id) for article in articles] == list(range(300))
-    assert report.records == 300
+    assert [int(article.id) for article in articles] == list(range(100))
+    assert report.records == 100
     whole, _ = read_whole(str(tmp_path / "dump"))
     assert [a.paragraphs for a in articles] == [a.paragraphs for a in whole]
 
@@ -284,8 +284,8 @@ def test_the_streams_of_a_multistream_dump_are_shared_out(read, monkeypatch, tmp
         len(list(wikipedia_xml.articles(part, Reading(), ParseReport())))
         for part in wikipedia_xml.parts(str(tmp_path / "dump"))
     ]
-    assert sum(sizes) == 300
-    assert max(sizes) <= 60 and sum(size > 0 for size in sizes) >= 5
+    assert sum(sizes) == 100
+    assert max(sizes) <= 40 and sum(size > 0 for size in sizes) >= 3
 
 
 def test_small_files_and_files_of_other_formats_are_read_whole(tmp_path, monkeypatch):
@@ -318,59 +318,3 @@ def test_a_dump_that_is_cut_off_is_refused_until_it_is_told_to_keep_what_is_ther
 
 
 # Real dumps
-
-
-@pytest.mark.slow
-@pytest.mark.shared
-def test_the_real_dump_is_read_to_its_last_page(shared: Path):
-    """The facts are those of a search for tags: 206 pages, 205 in the main namespace, 100 redirects."""
-    (file,) = (shared / "data" / "wikipedia" / "xml_dump").glob("*shortened.bz2")
-    data = bz2.decompress(file.read_bytes())
-    pages = re.findall(rb"<page>.*?</page>", data, re.DOTALL)
-    main = [text for text in pages if b"<ns>0</ns>" in text]
-    redirects = [text for text in main if b"<redirect title=" in text]
-    report = ParseReport()
-    rows = list(wikipedia.parse(str(file), Reading(), report, Options(task="search")))
-    assert report.records == len(pages) == 206
-    assert report.dropped.counts == {
-        "redirect": len(redirects),
-        "outside the main namespace": len(pages) - len(main),
-        "disambiguation page": 8,
-        "fewer than 2 sentences": 1,
-    }
-    assert len(rows) == 206 - report.dropped.counts.total() == 97
-    assert not report.malformed.counts and not report.notes
-    texts = {row["title"]: row["response"] for row in rows}
-    assert "advocates self-governed societies based on voluntary institutions" in texts["Anarchism"]
-    assert not {"Ada", "Austin (disambiguation)", "AccessibleComputing"} & texts.keys()
-    assert Counter(row["split"] for row in rows)["train"] > 70
-
-
-@pytest.mark.slow
-@pytest.mark.shared
-def test_articles_full_of_tables_keep_their_prose_only(shared: Path):
-    file = shared / "data" / "wikipedia" / "xml_dump" / "enwiki-table-markup.xml.bz2"
-    articles, report = read_whole(str(file))
-    assert len(articles) == report.records == 5
-    vote = next(a for a in articles if a.title == "Constructive vote of no confidence")
-    assert vote.paragraphs[0].startswith(
-        "The constructive vote of no confidence (in German: konstruktives Misstrauensvotum, in Spanish:"
-    )
-    assert "Germany" not in vote.paragraphs  # a heading
-    for article in articles:
-        assert not [text for text in article.paragraphs if "|" in text or "bgcolor" in text]
-
-
-@pytest.mark.slow
-@pytest.mark.shared
-def test_a_real_dump_read_in_parts_is_the_same(shared: Path, tmp_path, monkeypatch):
-    file = shared / "data" / "wikipedia" / "xml_dump" / "enwiki-table-markup.xml.bz2"
-    data = bz2.decompress(file.read_bytes())
-    (tmp_path / "dump").write_bytes(multistream(data, list(range(50_000, len(data), 50_000))))
-    monkeypatch.setattr(wikipedia_xml, "PART_BYTES", 20_000)
-    parts = wikipedia_xml.parts(str(tmp_path / "dump"))
-    found = [a for part in parts for a in wikipedia_xml.articles(part, Reading(), ParseReport())]
-    assert len(parts) > 2
-    assert [a._replace(place=0) for a in found] == [
-        a._replace(place=0) for a in read_whole(str(file))[0]
-    ]
