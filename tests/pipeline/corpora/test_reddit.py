@@ -18,7 +18,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, languages
-from pipeline.corpora.reddit.comments import is_notice, normalise
+from pipeline.corpora.reddit.comments import is_notice, normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import Examples, build_examples, split_of
 from pipeline.engine import report
@@ -136,7 +136,7 @@ def sample_comments(sample_files: Path) -> list[Comment]:
 
 _names = st.sampled_from("abcdefgh")
 _bodies = st.one_of(
-    st.sampled_from(["[deleted]", "[removed]", "x" * 8, "2 short", "é" * 9, "w" * 127]),
+    st.sampled_from(["[deleted]", "[removed]", "too short", "2 short", "é" * 9, "w" * 127]),
     st.sampled_from(["wo rd " * 21 + "x", "wo rd " * 22, "w" * 128, "!" * 300, "w, " * 60]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=160),
 )
@@ -245,6 +245,19 @@ def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted():
     contexts = [(row["example_id"], row["context"]) for row in rows]
     assert contexts == [("th/d", [comments[2]["body"]])]
     assert dropped["response deleted"] == dropped["context deleted"] == 1
+
+
+@pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
+def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
+    rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
+    assert len(rows) == made
+
+
+@given(st.text(), st.integers(1, 20))
+def test_a_trimmed_text_is_the_beginning_of_it_cut_at_the_edge_of_a_word(text, most):
+    cut = trim(text, most)
+    assert cut == oracle_trim(text, most)
+    assert text.startswith(cut) and len(cut) <= most
 
 
 def test_of_4096_hashes_the_first_3686_are_for_training():

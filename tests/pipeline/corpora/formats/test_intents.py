@@ -181,7 +181,7 @@ def test_files_of_none_of_its_names_are_refused(prepare, corpus):
 @pytest.mark.parametrize(
     ("corpus", "names"),
     [
-        ("clinc150", ["data_imbalanced.json", "data_oos_plus.json", "domains.json"]),
+        ("clinc150", ["data_full.json", "data_small.json", "domains.json"]),
         ("banking77", ["train.csv", "train_10.csv"]),
     ],
 )
