@@ -121,3 +121,9 @@ def tiny(
 ) -> Tiny:
     torch.set_num_threads(1)
     return Tiny(tmp_path_factory.mktemp("tiny"), tokenize_in_process)
+
+
+@pytest.fixture
+def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the hardware has bf16, numbers computed in two ways differ in the third digit."""
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")

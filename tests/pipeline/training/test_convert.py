@@ -101,7 +101,7 @@ def test_the_validation_loss_scales_cosines_as_the_training_loss_does(vocabulary
 
 def finetuning(tiny, vocabulary, rows, loop, **settings):
     config = ConvertConfig(**{**SMALL, **settings})
-    finetune = FinetuneConfig(batch_examples=16, epochs=100, max_steps=150, label_smoothing=0.1)
+    finetune = FinetuneConfig(batch_examples=16, epochs=100, max_steps=100, label_smoothing=0.1)
     return Finetuning(tiny.corpus(rows), External(str(vocabulary), ""), config, finetune, loop)
 
 
@@ -138,19 +138,15 @@ def test_a_multi_context_model_learns_from_raw_examples_and_keeps_it_in_8_bits(
 
 @pytest.mark.parametrize(("name", "value"), [("keep_layers", 1), ("dropout", 0.1),
                                              ("train_layers", "top")])  # fmt: skip
-def test_settings_of_a_pretrained_encoder_are_refused(tiny, vocabulary, name, value):
-    recipe = Finetuning(
-        tiny.corpus(ROWS), External(str(vocabulary), ""), ConvertConfig(**SMALL),
-        FinetuneConfig(batch_examples=2, **{name: value}), LoopConfig(),
-    )  # fmt: skip
-    with pytest.raises(BadInput, match=f"finetune.{name}.*'convert'"):
-        recipe.build(0, 1)
-
-
-def test_an_encoder_in_place_of_a_vocabulary_is_refused(tiny):
-    recipe = Finetuning(
-        tiny.corpus(ROWS), External(str(tiny.encoder_folder()), ""), ConvertConfig(**SMALL),
-        FinetuneConfig(batch_examples=2), LoopConfig(),
-    )  # fmt: skip
-    with pytest.raises(BadInput, match="no vocabulary of subwords"):
-        recipe.build(0, 1)
+def test_settings_of_a_pretrained_encoder_and_the_encoder_are_refused(
+    tiny, vocabulary, name, value
+):
+    config = FinetuneConfig(batch_examples=2, **{name: value})
+    for folder, message in (
+        (vocabulary, f"finetune.{name}.*'convert'"),
+        (tiny.encoder_folder(), "no vocabulary of subwords"),
+    ):
+        source, corpus = External(str(folder), ""), tiny.corpus(ROWS)
+        recipe = Finetuning(corpus, source, ConvertConfig(**SMALL), config, LoopConfig())
+        with pytest.raises(BadInput, match=message):
+            recipe.build(0, 1)

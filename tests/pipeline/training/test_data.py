@@ -82,59 +82,32 @@ def numbers(batches):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_ranks_share_the_split_without_overlap(corpora, world, epoch):
-    shares = [
-        [row["example_id"] for row in rows.epoch(epoch).read(0, len(rows)).to_pylist()]
-        for rows in (rows_of(corpora(50), rank, world) for rank in range(world))
-    ]
-    assert {len(share) for share in shares} == {50 // world}
-    together = [name for share in shares for name in share]
-    assert len(set(together)) == len(together) == 50 // world * world
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_rows_place_is_its_number_in_the_split(corpora, world, epoch):
+def test_ranks_share_the_split_and_a_rows_place_is_its_number_in_it(corpora, world):
     """Whatever the order of the epoch: 50 rows in files of 20, row groups of 7."""
-    columns = (*Lengths.columns, PLACE)
+    columns, together = (*Lengths.columns, PLACE), []
     for rank in range(world):
         rows = Rows.of(corpora(50), "train", columns, rank, world, seed=0)
+        assert len(rows) == 50 // world
         for start in range(0, len(rows), 9):
-            table = rows.epoch(epoch).read(start, min(start + 9, len(rows)))
+            table = rows.epoch(1).read(start, min(start + 9, len(rows)))
             assert table.column_names == [*columns]
             assert table["example_id"].to_pylist() == [f"e{n}" for n in table[PLACE].to_pylist()]
+            together += table[PLACE].to_pylist()
+    assert len(set(together)) == len(together) == 50 // world * world
     whole = Rows.of(corpora(50), "train", columns, 0, 1, seed=0)
     assert whole.in_order().read(3, 50)[PLACE].to_pylist() == list(range(3, 50))
 
 
-def test_all_columns_that_are_asked_for_come_and_no_others(corpora):
-    (row,) = rows_of(corpora(50)).epoch(0).read(3, 4).to_pylist()
-    assert tuple(row) == Lengths.columns
-
-
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(0, 15), st.integers(1, 50), st.integers(1, 3))
 def test_a_part_of_a_share_is_that_part_of_it(corpora, start, length, world):
     rows = rows_of(corpora(50), rank=world - 1, world=world)
     stop = min(start + length, len(rows))
     whole = rows.epoch(1).read(0, len(rows)).to_pylist()
-    assert len(whole) == 50 // world
     assert rows.epoch(1).read(start, stop).to_pylist() == whole[start:stop]
 
 
-def test_epochs_and_seeds_read_in_different_orders(corpora):
-    orders = {
-        tuple(rows_of(corpora(50), seed=seed).epoch(epoch).read(0, 50)["example_id"].to_pylist())
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    }
-    assert len(orders) == 4
-
-
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("done", [3, 7, 9])
+@pytest.mark.parametrize(("before", "after", "done"), [(1, 3, 7), (3, 1, 9), (2, 2, 3), (3, 2, 7)])
 def test_with_other_workers_as_many_steps_of_an_epoch_are_left(corpora, before, after, done):
     """61 rows, 6 in a step; windows of 12 to 15 rows, whatever is a whole number of batches."""
     first = batches_of(corpora(61), 0, before, examples=6 // before, window_rows=15)
@@ -164,15 +137,17 @@ def test_a_worker_less_skips_the_rows_that_were_read(corpora):
     assert first == Cursor(epoch=0, window=1, batch=2, world=7)
 
 
-@pytest.mark.parametrize("window_rows", [5, 20, 4096])
-def test_an_epoch_sees_each_row_once(corpora, window_rows):
-    for epoch in (0, 1):
-        batches = batches_of(corpora(50), window_rows=window_rows, examples=5)
-        assert sorted(numbers(epoch_of(batches, epoch))) == list(range(50))
+@pytest.mark.parametrize("window_rows", [5, 4096])
+def test_an_epoch_sees_each_row_once_in_another_order(corpora, window_rows):
+    epochs = [
+        numbers(epoch_of(batches_of(corpora(50), window_rows=window_rows, examples=5), epoch))
+        for epoch in (0, 1)
+    ]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 2
+    assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("window_rows", [1, 12, 4096])
+@pytest.mark.parametrize(("world", "window_rows"), [(1, 12), (2, 4096), (3, 1)])
 def test_every_rank_has_the_same_number_of_batches(corpora, world, window_rows):
     """61 rows: neither ranks nor batches divide them."""
     counts = set()
@@ -188,23 +163,18 @@ def test_every_rank_has_the_same_number_of_batches(corpora, world, window_rows):
 def test_rows_left_over_by_an_epoch_are_not_always_the_longest(corpora):
     """Six of 50 rows in a batch: two are left over. Their lengths are 1 to 13."""
     left = set()
-    for epoch in range(8):
+    for epoch in range(5):
         used = set(numbers(epoch_of(batches_of(corpora(50), examples=6), epoch)))
         assert len(used) == 48
         left |= set(range(50)) - used
     assert min(lengths(50)[number] for number in left) < 8
 
 
-def spans(epoch):
-    """The shortest and the longest length of each batch."""
-    lengths = [[length for _, length in items] for items in epoch]
-    return [(min(row), max(row)) for row in lengths]
-
-
 def test_batches_of_so_many_rows_are_drawn_whatever_their_length(corpora):
     """Rows of one length would be negatives of one kind."""
-    found = spans(epoch_of(batches_of(corpora(130), examples=10)))
-    assert all(longest - shortest >= 3 for shortest, longest in found)
+    for items in epoch_of(batches_of(corpora(130), examples=10)):
+        lengths_of_batch = [length for _, length in items]
+        assert max(lengths_of_batch) - min(lengths_of_batch) >= 3
 
 
 def test_any_cursor_goes_on_with_the_same_batches(corpora):
@@ -212,25 +182,23 @@ def test_any_cursor_goes_on_with_the_same_batches(corpora):
     batches = batches_of(corpora(50), rank=1, world=2, window_rows=9, examples=4)
     whole = take(batches, 30)
     assert whole[-1][1].epoch >= 2
-    for place, (_, cursor) in enumerate(whole[:-2]):
+    for place in range(0, 28, 3):
+        cursor = whole[place][1]
         again = batches_of(corpora(50), rank=1, world=2, window_rows=9, examples=4)
         assert take(again, 2, cursor) == whole[place + 1 : place + 3]
 
 
-def test_batches_follow_from_the_seed_and_differ_between_epochs(corpora):
+def test_batches_follow_from_the_seed(corpora):
     runs = [batches_of(corpora(50), seed=seed, examples=5) for seed in (1, 1, 2)]
-    first, same, other = (take(batches, 10) for batches in runs)
-    assert first == same
-    assert first != other
-    batches = batches_of(corpora(50), examples=5)
-    assert epoch_of(batches, 0) != epoch_of(batches, 1)
+    first, same, other = (take(batches, 4) for batches in runs)
+    assert first == same != other
 
 
 def test_threads_may_read_the_same_files_at_once(corpora):
     epoch = rows_of(corpora(200)).epoch(0)
     whole = epoch.read(0, 200)
     with ThreadPoolExecutor(4) as threads:
-        reads = threads.map(lambda start: epoch.read(start, start + 20), [*range(0, 180, 9)] * 50)
+        reads = threads.map(lambda start: epoch.read(start, start + 20), [*range(0, 180, 9)] * 10)
         for place, table in enumerate(reads):
             assert table.equals(whole.slice(9 * (place % 20), 20))
 
@@ -244,16 +212,11 @@ def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
     assert len(set(draws)) == 40
 
 
-@pytest.mark.parametrize(("world", "examples"), [(1, 51), (2, 26), (3, 17)])
+@pytest.mark.parametrize(("world", "examples"), [(1, 51), (3, 17)])
 def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples):
     with pytest.raises(BadInput, match=f"too few for a batch of {examples} on each of {world}"):
         batches_of(corpora(50), 0, world, examples=examples)
     assert batches_of(corpora(50), 0, world, examples=examples - 1).steps_per_epoch == 1
-
-
-def test_fewer_examples_than_workers_are_refused(corpora):
-    with pytest.raises(BadInput, match="too few"):
-        batches_of(corpora(2), 0, 3, examples=1)
 
 
 def test_a_corpus_without_the_split_is_refused(tiny, corpora):

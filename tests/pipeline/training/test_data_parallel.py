@@ -26,8 +26,8 @@ from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import LoopConfig, PretrainConfig
 from tests.helpers import run_in_processes
 
-CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4
-OBJECTIVES = ("joint", "alternate", "contrastive", "contrastive_mlm")
+CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 6, 4
+OBJECTIVES = ("joint", "alternate", "contrastive_mlm")
 
 
 def gradients(recipe, rank, world):
@@ -99,11 +99,8 @@ def work(folder, rank):
     for name, shard in {"whole": False, "sharded": True}.items():
         found[name] = trained(recipes["dropout"], rank, WORLD, shard=shard, disk=folder / name)
     dist.barrier()
-    for name, shard in {"whole": False, "sharded": True}.items():
-        for start in ("whole", "sharded"):
-            found[f"{name} from {start}"] = trained(
-                recipes["dropout"], rank, WORLD, shard=shard, start=folder / start / str(HALF)
-            )
+    start = folder / "whole" / str(HALF)
+    found["sharded from whole"] = trained(recipes["dropout"], rank, WORLD, shard=True, start=start)
     found["gathered at once"] = gathered_at_once(recipes["dropout"], rank)
     torch.save(found, folder / f"{rank}.pt")
 
@@ -128,12 +125,18 @@ def recipes(tiny):
     )  # fmt: skip
     shape = Shape(**{**tiny.shape, "dropout": 0.0})
     recipe = Pretraining((corpus,), (1.0,), shape, config, loop)
-    sizes = {"contrastive": {"batch_tokens": 480, "micro_batch_tokens": 120}}  # four of three pairs
-    sizes["contrastive_mlm"] = sizes["contrastive"]
+    sizes = {
+        "contrastive_mlm": {"batch_tokens": 480, "micro_batch_tokens": 120}
+    }  # four of three pairs
     made = {
         name: replace(recipe, pretrain=replace(config, objective=name, **sizes.get(name, {})))
         for name in OBJECTIVES
     }
+    # The gradients of layers that are computed again are the oracle's, too.
+    alternate = made["alternate"]
+    made["alternate"] = replace(
+        alternate, pretrain=replace(alternate.pretrain, gradient_checkpointing=True)
+    )
     return {**made, "dropout": replace(recipe, start=replace(shape, dropout=0.2))}
 
 
@@ -262,6 +265,7 @@ def test_two_ranks_train_what_one_does(ranks, alone, name):
     """With dropout, which is seeded by micro-batch; the best weights by validation are left."""
     for rank in ranks:
         assert_close(rank[name]["weights"], alone["weights"])
+        assert_close(rank["sharded from whole"]["weights"], alone["weights"])
         for step, shown in alone["shown"].items():
             for metric in ("loss", "mlm_loss", "next_loss", "gradient_norm", "valid_loss"):
                 if metric in shown:
@@ -274,25 +278,15 @@ def test_sharded_weights_are_copied_tensor_by_tensor(ranks):
     assert [rank["gathered at once"] for rank in ranks] == [1, 1]
 
 
-@pytest.mark.parametrize("start", ["whole", "sharded"])
-def test_one_rank_goes_on_from_the_checkpoint_of_two(recipes, ranks, folder, alone, start):
+def test_one_rank_goes_on_from_the_checkpoint_of_two_with_sharded_weights(
+    recipes, ranks, folder, alone
+):
+    """Sharded weights are saved as whole ones."""
     assert ranks
-    resumed = trained(recipes["dropout"], 0, 1, start=folder / start / str(HALF))
+    states = [read_state(folder / name / str(HALF)) for name in ("alone", "sharded")]
+    assert_close(states[1]["module"], states[0]["module"])
+    resumed = trained(recipes["dropout"], 0, 1, start=folder / "sharded" / str(HALF))
     assert sorted(resumed["shown"]) == list(range(HALF + 1, STEPS + 1))
     assert_close(resumed["weights"], alone["weights"])
     for step, shown in resumed["shown"].items():
         assert shown["loss"] == pytest.approx(alone["shown"][step]["loss"], abs=1e-3)
-
-
-@pytest.mark.parametrize("start", ["whole", "sharded"])
-@pytest.mark.parametrize("name", ["whole", "sharded"])
-def test_two_ranks_go_on_from_each_others_checkpoints(ranks, alone, name, start):
-    for rank in ranks:
-        assert_close(rank[f"{name} from {start}"]["weights"], alone["weights"])
-
-
-def test_a_checkpoint_of_sharded_weights_holds_whole_ones(ranks, folder, alone):
-    assert ranks
-    states = [read_state(folder / name / str(HALF)) for name in ("alone", "sharded")]
-    assert_close(states[1]["module"], states[0]["module"])
-    assert is_sharded(torch.nn.Linear(1, 1)) is False

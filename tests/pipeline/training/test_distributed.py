@@ -35,7 +35,6 @@ from pipeline.training.settings import Distillation, Mining
 from tests.helpers import run_in_processes
 
 KINDS = {
-    "bi": {"architecture": "bi"},
     "bi_shared": {"architecture": "bi", "share_towers": True},
     "poly": {"architecture": "poly"},
     # Its last attention is used by the loss alone.
@@ -50,14 +49,13 @@ KINDS = {
 # What a context is compared with beside both ranks' responses: wrong candidates of both ranks' contexts, or
 # a teacher's vectors of both.
 SHARED = {
-    "bi": {"negatives_from": "given", "share_negatives": True},
     "poly": {"negatives_from": "both", "share_negatives": True, "distill": Distillation(loss="kl")},
-    "bi_shared": {"distill": Distillation(loss="kl", over="batch")},
-    "poly_heads": {"negatives_from": "both", "distill": Distillation(loss="margin_mse")},
+    "poly_heads": {"negatives_from": "given", "share_negatives": True},
     "convert": {"distill": Distillation(loss="kl", over="batch")},
 }
+CASES = [*((kind, False) for kind in KINDS), *((kind, True) for kind in SHARED)]
 WORLD = 2
-CHUNKS = (0, 1, 2)  # three rows on each rank
+CHUNKS = (0, 2)  # of the three rows on each rank; 0: all at once
 # The third and the last response are the same text, on different ranks: no negatives of each other.
 ROWS = [
     {"context": ["w1 w2", "w3"], "response": "w4"},
@@ -71,13 +69,8 @@ ROWS = [
 
 # "w22" and "w4" are responses on the other rank: neither is a negative there.
 WRONG = [
-    ["w22", "w30"],
-    ["w31", "w32"],
-    ["w33", "w34 w35"],
-    ["w4", "w36"],
-    ["w37", "w38"],
-    ["w39", "w40"],
-]
+    ["w22", "w30"], ["w31", "w32"], ["w33", "w34 w35"], ["w4", "w36"], ["w37", "w38"], ["w39", "w40"],
+]  # fmt: skip
 # A teacher has scored candidates of one context of the first rank, and of all three of the second.
 GIVEN = [
     {**row, "candidates": [*wrong, row["response"]],
@@ -180,15 +173,10 @@ def precisions(own_rank):
 def work(folder, own_rank):
     """One of the two processes."""
     found = {
-        kind if not chunk else f"{kind}/{chunk}": losses_and_gradients(
-            folder, kind, own_rank, WORLD, chunk
+        f"{kind} {shared} {chunk}": losses_and_gradients(
+            folder, kind, own_rank, WORLD, chunk, shared
         )
-        for kind in KINDS
-        for chunk in CHUNKS
-    }
-    found |= {
-        f"shared {kind}/{chunk}": losses_and_gradients(folder, kind, own_rank, WORLD, chunk, True)
-        for kind in SHARED
+        for kind, shared in CASES
         for chunk in CHUNKS
     }
     rows = torch.full((2, 3), float(own_rank), requires_grad=True)
@@ -230,26 +218,12 @@ def ranks(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk):
-    """At once or in chunks."""
-    alone = losses_and_gradients(folder, kind, 0, 1)
-    kind = kind if not chunk else f"{kind}/{chunk}"
-    assert_same(alone, [found[kind] for found in ranks])
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("kind", SHARED)
-def test_negatives_and_a_teachers_vectors_are_shared_over_the_ranks(folder, ranks, kind, chunk):
-    """One process has all of them in its batch."""
-    alone = losses_and_gradients(folder, kind, 0, 1, shared=True)
-    assert_same(alone, [found[f"shared {kind}/{chunk}"] for found in ranks])
-
-
-def assert_same(alone, ranks):
+@pytest.mark.parametrize(("kind", "shared"), CASES)
+def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, shared):
+    """At once or in chunks. One process has all negatives, and a teacher's vectors, in its batch."""
+    alone = losses_and_gradients(folder, kind, 0, 1, shared=shared)
     assert alone["means"][0] > 0.1
-    for found in ranks:
+    for found in (made[f"{kind} {shared} {chunk}"] for made in ranks for chunk in CHUNKS):
         torch.testing.assert_close(found["means"], alone["means"])
         assert found["gradients"].keys() == alone["gradients"].keys()
         for name, gradient in alone["gradients"].items():
@@ -260,17 +234,13 @@ def assert_same(alone, ranks):
             torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=atol, msg=name)
 
 
-def test_all_ranks_gather_the_same_rows_in_the_order_of_ranks(ranks):
+def test_all_ranks_gather_the_same_rows_in_their_order_and_the_sum_of_the_gradients(ranks):
     expected = torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)
     for number, found in enumerate(ranks):
         assert found["gather"]["rank"] == number
         assert torch.equal(found["gather"]["with_gradient"], expected)
         assert torch.equal(found["gather"]["without"], expected)
-
-
-def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
-    """Row r is multiplied by r on the first rank and by 2 r on the second."""
-    for number, found in enumerate(ranks):
+        # Row r is multiplied by r on the first rank and by 2 r on the second.
         rows = torch.tensor([[0.0], [1.0]]) + 2 * number
         assert torch.equal(found["gather"]["gradient"], (3 * rows).expand(2, 3))
 
@@ -286,28 +256,13 @@ def test_ranks_mine_together_what_one_process_mines(folder, ranks):
         assert len(alone[name]) == 15 and max(map(len, alone[name])) == 5
         assert [found["mined"][name] for found in ranks] == [alone[name]] * WORLD
     assert alone["first"] != alone["second"]
-
-
-def test_each_rank_reads_its_share_of_the_contexts(ranks):
-    """Row groups of four: the first rank's share are eight rows, the other's seven."""
+    again = mined(folder, 0, 1, ranks[1]["mined"]["state"])  # goes on from what two ranks mined
+    assert (again["first"], again["second"]) == (alone["first"], alone["second"])
+    # Row groups of four: the first rank's share of the contexts are eight rows, the other's seven.
     assert ranks[0]["mined"]["contexts"] == [(0, 4), (4, 8)] * 2
     assert ranks[1]["mined"]["contexts"] == [(8, 10), (10, 14), (14, 15)] * 2
-
-
-def test_what_two_ranks_mined_one_process_takes_over(folder, ranks):
-    for found in ranks:
-        alone = mined(folder, 0, 1, found["mined"]["state"])
-        assert alone["first"] == found["mined"]["first"]
-        assert alone["second"] == found["mined"]["second"]
 
 
 def test_all_ranks_train_in_the_precision_that_all_of_them_have(ranks):
     for found in ranks:
         assert found["precision"] == {"auto": "fp32", "bf16": "bf16", "fp32": "fp32"}
-
-
-def test_without_a_process_group_nothing_is_gathered():
-    rows = torch.ones(2, 3, requires_grad=True)
-    assert gather_with_gradient(rows) is rows
-    assert gather(rows) is rows
-    assert rank() == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,53 +14,20 @@ from transformers import AutoModel
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.evaluation.questions import Question, Questions
+from pipeline.models import inference
+from pipeline.models.encoder import has_dropout
 from pipeline.models.pretraining_heads import NEXT_HEAD
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
 from pipeline.training.data import teacher_dimensions
-from pipeline.training.finetuning import Finetuning
+from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.settings import Distillation, FinetuneConfig, LoopConfig, Mining
+from pipeline.training.settings import Distillation, FinetuneConfig, LoopConfig
 
-
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"negatives_from": "batch"}, "'batch', which shares all that there are"),
-    ({"negatives_from": "given", "architecture": "cross"}, "'cross', which would score every pair"),
-])  # fmt: skip
-def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason):
-    message = refused(tiny, share_negatives=True, **settings)
-    assert message.startswith("finetune.share_negatives: True is not allowed; allowed: false with ")
-    assert message.endswith(reason)
-
-
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"architecture": "cross"}, "has nothing of jobs.score_candidates --teaching.over candidates"),
-    ({}, "finetune.negatives_from 'batch'"),
-    ({"negatives_from": "both"}, "has nothing of jobs.score_candidates --teaching.over candidates"),
-    ({"negatives_from": "mined"}, "finetune.negatives_from 'mined'"),
-    ({"over": "batch"}, "has nothing of jobs.score_candidates --teaching.over batch"),
-    ({"over": "batch", "negatives_from": "given"}, "finetune.negatives_from 'given'"),
-])  # fmt: skip
-def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reason):
-    over = settings.get("over", "candidates")
-    settings = {name: value for name, value in settings.items() if name != "over"}
-    message = refused(tiny, distill=Distillation(loss="kl", over=over), **settings)
-    assert message.startswith("finetune.distill.loss: 'kl' is not allowed; allowed: 'none'")
-    assert reason in message
-
-
-@pytest.mark.parametrize(("over", "settings", "reason"), [
-    ("candidates", {"architecture": "bi"}, "finetune.distill.over: 'candidates' is not allowed; allowed: "
-     "batch with finetune.distill.loss 'cosine'"),
-    ("batch", {"architecture": "poly"}, "finetune.distill.loss: 'cosine' is not allowed; allowed: kl, "
-     "margin_mse, as a context has 3 vectors"),
-    ("candidates", {"architecture": "cross", "negatives_from": "given"}, "finetune.distill.loss: 'cosine' is "
-     "not allowed; allowed: kl, margin_mse with ranker.architecture 'cross'"),
-])  # fmt: skip
-def test_the_cosine_of_what_has_no_single_vector_is_refused(tiny, over, settings, reason):
-    assert refused(tiny, distill=Distillation(loss="cosine", over=over), **settings) == reason
+pytestmark = pytest.mark.usefixtures("fp32")
 
 
 def test_a_teacher_of_another_length_is_refused_before_the_first_step(tiny):
@@ -78,22 +47,45 @@ def test_a_teacher_of_another_length_is_refused_before_the_first_step(tiny):
         taught.build(0, 1)
 
 
-def test_a_cross_encoder_has_no_batch_to_be_taught_over(tiny):
-    message = refused(tiny, architecture="cross", distill=Distillation(loss="kl", over="batch"))
-    assert message == ("finetune.distill.over: 'batch' is not allowed; allowed: candidates with "
-                       "ranker.architecture 'cross'")  # fmt: skip
+_NO_TEACHER = "has nothing of jobs.score_candidates --teaching.over"
 
 
-def test_a_cross_encoder_mines_nothing(tiny):
-    message = refused(tiny, architecture="cross", negatives_from="mined")
-    assert message.startswith("finetune.negatives_from: 'mined' is not allowed; allowed: 'batch'")
-
-
-@pytest.mark.parametrize("negatives_from", ["given", "both"])
-def test_a_corpus_without_candidates_is_refused_where_they_are_needed(tiny, negatives_from):
-    message = refused(tiny, negatives_from=negatives_from)
-    assert f"finetune.negatives_from: '{negatives_from}' is not allowed" in message
-    assert "gives no candidates in train/" in message
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"share_negatives": True, "negatives_from": "batch"}, "finetune.share_negatives: True is not allowed; "
+     "allowed: false with finetune.negatives_from 'batch', which shares all that there are"),
+    ({"share_negatives": True, "negatives_from": "given", "architecture": "cross"},
+     "allowed: false with ranker.architecture 'cross', which would score every pair"),
+    ({"distill": ("kl", "candidates"), "architecture": "cross"}, f"{_NO_TEACHER} candidates"),
+    ({"distill": ("kl", "candidates")}, "finetune.distill.loss: 'kl' is not allowed; allowed: 'none', with "
+     "finetune.negatives_from 'batch' and finetune.distill.over 'candidates'"),
+    ({"distill": ("kl", "candidates"), "negatives_from": "mined"}, "finetune.negatives_from 'mined'"),
+    ({"distill": ("kl", "batch")}, f"{_NO_TEACHER} batch"),
+    ({"distill": ("kl", "batch"), "negatives_from": "given"}, "finetune.negatives_from 'given'"),
+    ({"distill": ("kl", "batch"), "architecture": "cross"}, "finetune.distill.over: 'batch' is not allowed; "
+     "allowed: candidates with ranker.architecture 'cross'"),
+    ({"distill": ("cosine", "candidates"), "architecture": "bi"}, "finetune.distill.over: 'candidates' is "
+     "not allowed; allowed: batch with finetune.distill.loss 'cosine'"),
+    ({"distill": ("cosine", "batch")}, "allowed: kl, margin_mse, as a context has 3 vectors"),
+    ({"distill": ("cosine", "candidates"), "architecture": "cross", "negatives_from": "given"},
+     "allowed: kl, margin_mse with ranker.architecture 'cross'"),
+    ({"negatives_from": "mined", "architecture": "cross"}, "finetune.negatives_from: 'mined' is not allowed; "
+     "allowed: 'batch'"),
+    ({"negatives_from": "both"}, "gives no candidates in train/"),
+    ({"negatives_from": "mined", "epochs": 1}, "finetune.mine.every_epochs: 1.0 is not allowed; allowed: "
+     "less: it is 5 steps, and the run has 5"),
+    ({"rows_per_file": 20, "folds": 3}, "finetune.folds: 3 is not allowed; allowed: 1 to 2, the files of"),
+    ({"encoder": {"layers": 3}, "keep_layers": 4}, "finetune.keep_layers: 4 is not allowed; allowed: 0 to 3, "
+     "the encoder's layers"),
+    ({"world": 9}, "finetune.batch_examples: 8 is not allowed; allowed: at least the 9 workers"),
+    ({"batch_examples": 41}, "too few for a batch of 41"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_each_other_or_the_corpus_are_refused(tiny, settings, message):
+    settings = {"world": 1, **settings}
+    if distill := settings.pop("distill", None):
+        settings["distill"] = Distillation(loss=distill[0], over=distill[1])
+    world = settings.pop("world")
+    with pytest.raises(BadInput, match=re.escape(message)):
+        recipe(tiny, **settings).build(0, world)
 
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
@@ -103,11 +95,6 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
     monkeypatch.setattr(finetuning, "has_values", lambda *args: asked.append(args))
     recipe(tiny, architecture=architecture, negatives_from="batch").build(0, 1)
     assert not asked
-
-
-@pytest.fixture(autouse=True)
-def float32(monkeypatch):
-    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 def recipe(
@@ -123,39 +110,17 @@ def recipe(
     return Finetuning(corpus, source, ranker, FinetuneConfig(**settings), loop or LoopConfig())
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
-def test_ranks_start_from_the_same_weights_and_share_the_batch(tiny, architecture):
-    made = recipe(tiny, architecture=architecture)
-    tasks = [made.build(rank, 2) for rank in (0, 1)]
-    states = [task.module.state_dict() for task in tasks]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert [task.batches.examples for task in tasks] == [4, 4]
-    assert [task.steps for task in tasks] == [15, 15]
-
-
-@pytest.mark.parametrize(("architecture", "shapes"), [
-    ("bi", []), ("poly", [(3, 16)]), ("cross", [(1, 16), (1,)]),
-])  # fmt: skip
-def test_only_codes_and_heads_are_new_weights(tiny, architecture, shapes):
-    task = recipe(tiny, architecture=architecture).build(0, 1)
-    groups = task.optimize().optimizer.param_groups
-    new = [value for group in groups if group["factor"] != 1 for value in group["params"]]
-    assert sorted(tuple(value.shape) for value in new) == sorted(shapes)
-
-
 @pytest.mark.parametrize(("settings", "steps"), [
-    ({}, 15), ({"epochs": 1.5}, 8), ({"epochs": 0}, 0), ({"max_steps": 4}, 4),
-    ({"max_steps": 400}, 15), ({"batch_examples": 20, "epochs": 1}, 2),
+    ({"epochs": 1.5}, 8), ({"epochs": 0}, 0), ({"max_steps": 4}, 4), ({"max_steps": 400}, 15),
 ])  # fmt: skip
 def test_steps_are_epochs_up_to_a_limit(tiny, settings, steps):
     made = recipe(tiny, **settings)
     assert made.build(0, 1).steps == steps
 
 
-@pytest.mark.parametrize("more", [{}, {"architecture": "cross"}, {"negatives_from": "mined"}])
-def test_a_fold_is_held_out(tiny, more):
+def test_a_fold_is_held_out(tiny):
     """50 rows in five files: of three folds, the first two have two files each."""
-    common = {"count": 50, "rows_per_file": 10, "folds": 3, "batch_examples": 2, **more}
+    common = {"count": 50, "rows_per_file": 10, "folds": 3, "batch_examples": 2}
     held_out = []
     for fold, wanted in enumerate(([0, 3], [1, 4], [2])):
         made = recipe(tiny, held_out=fold, **common)
@@ -190,8 +155,9 @@ def test_what_the_ranker_that_one_starts_from_has_read_is_not_unseen(
     assert replace(made, encoder=Tower(Artifact("start", start))).unseen() == paths(unseen)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "ranker", "tokenizer"])
-@pytest.mark.parametrize("same_corpus", [True, False])
+@pytest.mark.parametrize(("kind", "same_corpus"), [
+    ("encoder", True), ("ranker", True), ("ranker", False), ("tokenizer", True),
+])  # fmt: skip
 def test_what_an_encoder_was_pretrained_on_is_not_unseen(tiny, kind, same_corpus):
     """A ranker of another corpus comes from such an encoder. A tokenizer has learnt no answers."""
     made = recipe(tiny, rows_per_file=10, folds=2, held_out=1)
@@ -226,6 +192,7 @@ def test_only_new_heads_learn_faster(tiny, tmp_path):
                 for value in group["params"] if group["factor"] == 10.0}  # fmt: skip
 
     score = {"score.weight", "score.bias"}
+    assert faster(tiny.encoder_folder(), architecture="bi") == set()
     new, pretrained = tiny.encoder_folder(), tmp_path / "encoder"
     assert faster(new, architecture="cross") == score
     assert faster(pretrained, architecture="cross") == set()
@@ -244,29 +211,16 @@ def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
     assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
 
 
-def test_a_run_that_ends_before_it_mines_is_refused(tiny):
-    """The small recipes have one epoch, and mining is once an epoch: its negatives would be any."""
-    made = recipe(tiny, negatives_from="mined", epochs=1)
-    with pytest.raises(BadInput, match=r"finetune.mine.every_epochs: 1.0 .* less: it is 5 steps, "):
-        made.build(0, 1)
-    made = recipe(tiny, negatives_from="mined", epochs=1, mine=Mining(every_epochs=0.5))
-    assert made.build(0, 1).steps == 5
-
-
-def test_more_folds_than_files_are_refused(tiny):
-    made = recipe(tiny, rows_per_file=20, folds=3)
-    with pytest.raises(BadInput, match=r"finetune\.folds: 3 is not allowed; allowed: 1 to 2, the"):
-        made.build(0, 1)
-
-
-@pytest.mark.parametrize("architecture", ["poly", "cross"])
-def test_dropout_can_be_switched_off(tiny, architecture):
+def test_dropout_can_be_switched_off(tiny, tmp_path):
+    """A saved ranker has the dropout of its encoder again."""
     for dropout, same in ((0.0, True), (0.3, False), (None, False)):
-        task = recipe(tiny, architecture=architecture, dropout=dropout).build(0, 1)
+        task = recipe(tiny, dropout=dropout).build(0, 1)
         batch = next(task.batches.start())[0]
         task.module.train()
-        losses = {task.module(batch)[0].item() for _ in range(3)}
+        losses = {task.module(batch)[0].item() for _ in range(2)}
         assert (len(losses) == 1) is same
+        task.save(tmp_path / str(dropout))
+        assert has_dropout(load_ranker(tmp_path / str(dropout)))
 
 
 FROZEN = {
@@ -277,9 +231,10 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
-@pytest.mark.parametrize("architecture", ["poly", "cross"])
-@pytest.mark.parametrize("layers", FROZEN)
+@pytest.mark.parametrize(("architecture", "encoder", "layers"), [
+    ("cross", "bert", "all"), ("poly", "modernbert", "all_but_embeddings"), ("poly", "bert", "top4"),
+    ("cross", "modernbert", "top"),
+])  # fmt: skip
 def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, layers):
     """Five layers: those below and the embeddings get no gradient and no optimizer state."""
     shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
@@ -310,8 +265,7 @@ def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, 
     assert held == len(trained)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
-@pytest.mark.parametrize("architecture", ["poly", "cross"])
+@pytest.mark.parametrize(("architecture", "encoder"), [("poly", "modernbert"), ("cross", "bert")])
 def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
     """Its towers end where the whole one's hidden states do, are saved so, and are trained all."""
     shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
@@ -341,51 +295,47 @@ def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
             )
 
 
-def test_more_layers_than_there_are_are_refused(tiny):
-    message = refused(tiny, encoder={"layers": 3}, keep_layers=4)
-    assert message == (
-        "finetune.keep_layers: 4 is not allowed; allowed: 0 to 3, the encoder's layers"
-    )
-
-
-@pytest.mark.parametrize("layers", ["top", "all_but_embeddings"])
-def test_frozen_layers_get_no_gradients(tiny, layers):
-    task = recipe(tiny, train_layers=layers).build(0, 1)
-    task.module(next(task.batches.start())[0])[0].backward()
-    for name, value in task.module.named_parameters():
-        frozen = "embeddings." in name or (layers == "top" and "layer.0." in name)
-        assert (value.grad is None) is frozen, name
-
-
-def test_what_a_task_saves_is_a_ranker(tiny, tmp_path):
-    task = recipe(tiny).build(0, 1)
-    with torch.no_grad():
-        task.ranker.dual.codes_MD.fill_(0.25)
-    task.save(tmp_path)
-    loaded = load_ranker(tmp_path)
-    assert loaded.config == task.ranker.config
-    assert (loaded.dual.codes_MD == 0.25).all()
-
-
-def refused(tiny, world=1, **settings):
-    with pytest.raises(BadInput) as caught:
-        recipe(tiny, **settings).build(0, world)
-    return str(caught.value)
-
-
 @pytest.mark.slow
 def test_training_goes_on_with_workers_that_do_not_divide_the_batch(tiny):
-    """Elastic training on 4 to 8 workers may come down to any number between them."""
-    tasks = [recipe(tiny, batch_examples=8).build(0, world) for world in (1, 2, 3, 5, 8)]
-    assert [task.batches.examples for task in tasks] == [8, 4, 2, 1, 1]
+    """Elastic training on 4 to 8 workers may come down to any number between them. All start from the same
+    weights."""
+    made = recipe(tiny)
+    tasks = [made.build(world - 1, world) for world in (1, 3, 8)]
+    assert [task.batches.examples for task in tasks] == [8, 2, 1]
     assert {task.steps for task in tasks} == {15}
+    first, *others = (task.module.state_dict() for task in tasks)
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
-def test_a_batch_with_fewer_examples_than_workers_is_refused(tiny):
-    message = refused(tiny, world=9, batch_examples=8)
-    assert message == ("finetune.batch_examples: 8 is not allowed; "
-                       "allowed: at least the 9 workers")  # fmt: skip
+def asked_with(counts) -> list[Question]:
+    """Questions with so many candidates each, two at least."""
+    return [
+        Question(f"e{n}", [f"w{n}"], [f"w{n + other} w7" for other in range(0, 10 * count, 10)], n % 2)
+        for n, count in enumerate(counts)
+    ]  # fmt: skip
 
 
-def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
-    assert "too few for a batch of 41" in refused(tiny, batch_examples=41)
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
+def test_r1_and_loss_are_those_of_the_scores(tiny, architecture):
+    """Of questions with 2, 3 or 4 candidates. Two ranks' shares, put together, are the whole."""
+    ranker = tiny.ranker(architecture=architecture)
+    listed = asked_with([2 + n % 3 for n in range(11)])
+    hits, losses = [], []
+    for question in listed:
+        if architecture == "cross":
+            (scores,) = inference.pair_scores(ranker, [question.context], [question.candidates])
+        else:
+            vectors = inference.context_vectors(ranker, [question.context])
+            candidates = inference.candidate_vectors(ranker, question.candidates)
+            scores = ranker.dual.scores(*vectors, candidates)[0].detach()
+        row = scores.double().numpy()
+        hits.append(int(row.argmax()) == question.label)
+        losses.append(np.log(np.exp(row - row[question.label]).sum()))
+    asked = Questions.of(listed)
+    found = Validation(ranker.train(), asked, 0, 1)()
+    assert found.metrics["r1"] == pytest.approx(np.mean(hits))
+    assert found.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    parts = [Validation(ranker, asked, rank, 2)() for rank in (0, 1)]
+    whole = sum(part.metrics["r1"] * size for part, size in zip(parts, (6, 5), strict=True)) / 11
+    assert whole == pytest.approx(found.metrics["r1"])
+    assert 0 < found.metrics["r1"] < 1 or architecture != "poly"

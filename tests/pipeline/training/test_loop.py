@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import tempfile
@@ -30,28 +29,19 @@ from pipeline.training.settings import FinetuneConfig, LoopConfig, Mining, Pretr
 CPU = torch.device("cpu")
 
 
-class Killed(Exception):
-    """Stands for a SIGKILL right after a checkpoint."""
-
-
 class Run:
     """A training, what it reported, and its checkpoints as bytes, as a disk keeps them."""
 
-    def __init__(self, make, steps, *, kill_at=0, checkpoint=None, disk=None, **config):
-        """`make(config, steps)` builds the task."""
+    def __init__(self, make, steps, *, checkpoint=None, disk=None, **config):
+        """`make(config, steps)` builds the task; `checkpoint`: one of an earlier run, which this one
+        continues as if it had been killed there."""
         self.progress, self.checkpoints = [], {} if disk is None else disk
-        self.bad_batches = []
         settings = {"checkpoint_every_steps": 5, "log_every_steps": 1, "precision": "fp32"}
         loop_config = LoopConfig(**{**settings, **config})
         self.task = make(loop_config, steps)
 
         def resume():
-            if not checkpoint:
-                return None
-            with tempfile.TemporaryDirectory() as folder:
-                for name, data in checkpoint.items():
-                    (Path(folder) / name).write_bytes(data)
-                return read_saved(Path(folder))
+            return read(checkpoint, read_saved) if checkpoint else None
 
         def on_checkpoint(state, cursor):
             with tempfile.TemporaryDirectory() as folder:
@@ -59,14 +49,8 @@ class Run:
                 (Path(folder) / "cursor-00000.json").write_text(json.dumps(cursor))
                 files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
             self.checkpoints[state["step"]] = files
-            if state["step"] == kill_at:
-                raise Killed
 
-        def on_bad_batch(step, batch):
-            self.bad_batches.append((step, batch))
-            return "there"
-
-        listener = Listener(self.progress.append, on_checkpoint, on_bad_batch)
+        listener = Listener(self.progress.append, on_checkpoint, lambda step, batch: "there")
         prepare_for_training(self.task.module, CPU)
         train(self.task, self.task.module, loop_config, CPU, 0, listener, resume)
 
@@ -78,10 +62,6 @@ class Run:
         return [progress.metrics[name] for progress in self.progress]
 
 
-def cursor_in(checkpoint):
-    return json.loads(checkpoint["cursor-00000.json"])
-
-
 def in_mid_epoch(cursor):
     if isinstance(cursor, dict):  # by lane; (epoch, window, micro-batch) of each corpus
         return any(
@@ -91,11 +71,11 @@ def in_mid_epoch(cursor):
     return batch > 0
 
 
-def state_in(checkpoint):
+def read(checkpoint, function):
     with tempfile.TemporaryDirectory() as folder:
         for name, data in checkpoint.items():
             (Path(folder) / name).write_bytes(data)
-        return read_state(Path(folder))
+        return function(Path(folder))
 
 
 def echoes(tiny, count=40):
@@ -147,11 +127,7 @@ def pretraining(tiny, corpus):
     return make
 
 
-TASKS = {
-    "poly": lambda tiny, corpus, **more: finetuning(tiny, corpus, architecture="poly", **more),
-    "cross": lambda tiny, corpus, **more: finetuning(tiny, corpus, architecture="cross", **more),
-    "pretraining": pretraining,
-}
+TASKS = {"poly": finetuning, "pretraining": pretraining}
 
 
 def same(left, right):
@@ -162,54 +138,36 @@ def same(left, right):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TASKS)
 def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
-    """Bit for bit, dropout on; 13 steps, killed at 5 or 10, where an epoch is 5 or so."""
+    """Bit for bit, dropout on, and so after a second kill: its own checkpoints are the same, too. An epoch is
+    five steps or so."""
     corpus = echoes(tiny, 44)
 
     def run(**more):
-        return Run(TASKS[kind](tiny, corpus), 13, learning_rate=1e-3, **more)
+        return Run(
+            TASKS[kind](tiny, corpus), 9, checkpoint_every_steps=3, learning_rate=1e-3, **more
+        )
 
     whole = run()
-    assert list(whole.checkpoints) == [5, 10, 13]
-    cursors = [cursor_in(saved) for saved in whole.checkpoints.values()]
+    assert list(whole.checkpoints) == [3, 6, 9]
+    cursors = [json.loads(saved["cursor-00000.json"]) for saved in whole.checkpoints.values()]
     assert any(in_mid_epoch(cursor) for cursor in cursors[:2])
-    for step in (5, 10):
-        resumed = run(checkpoint=whole.checkpoints[step])
-        assert same(resumed.weights, whole.weights)
-        assert [progress.step for progress in resumed.progress] == list(range(step + 1, 14))
-        assert resumed.shown("loss") == whole.shown("loss")[step:]
-
-
-@pytest.mark.slow
-def test_a_run_that_dies_twice_ends_with_the_same_weights(tiny):
-    corpus, disk = echoes(tiny), {0: None}
-
-    def run(**more):
-        return Run(TASKS["poly"](tiny, corpus), 12, checkpoint_every_steps=3, **more)
-
-    for kill_at in (3, 9):
-        with pytest.raises(Killed):
-            run(kill_at=kill_at, checkpoint=disk[max(disk)], disk=disk)
-    assert same(run(checkpoint=disk[max(disk)]).weights, run().weights)
+    resumed = run(checkpoint=whole.checkpoints[3])
+    assert same(resumed.weights, whole.weights)
+    assert [progress.step for progress in resumed.progress] == list(range(4, 10))
+    assert resumed.shown("loss") == whole.shown("loss")[3:]
+    assert resumed.checkpoints == {step: whole.checkpoints[step] for step in (6, 9)}
 
 
 def test_weights_depend_on_the_seeds_of_data_and_dropout(tiny):
     """Else the tests above would pass whatever was restored."""
     corpus = echoes(tiny)
     runs = [
-        Run(finetuning(tiny, corpus, data_seed=data, architecture="bi"), 5, seed=dropout).weights
+        Run(finetuning(tiny, corpus, data_seed=data, architecture="bi"), 2, seed=dropout).weights
         for data, dropout in ((0, 0), (0, 0), (1, 0), (0, 1))
     ]
     assert same(runs[0], runs[1])
     assert not same(runs[0], runs[2])
     assert not same(runs[0], runs[3])
-
-
-def test_a_finished_run_has_nothing_left_to_do(tiny):
-    corpus = echoes(tiny)
-    whole = Run(TASKS["poly"](tiny, corpus), 5)
-    again = Run(TASKS["poly"](tiny, corpus), 5, checkpoint=whole.checkpoints[5])
-    assert again.progress == []
-    assert same(again.weights, whole.weights)
 
 
 def validated(tiny):
@@ -229,83 +187,52 @@ def validated(tiny):
     return Artifact(train_split.uri, {"fingerprint": "v", "files": list(files.values())})
 
 
-# A rate that is too high: the loss stops falling after two or three validations.
-VALIDATED = {"schedule": "plateau", "learning_rate": 0.2, "warmup_steps": 0}
-
-
-@pytest.fixture(scope="module")
-def plateau(tiny):
-    """`plateau("poly")`: a run of 18 steps with nine validations; with `checkpoint`, its rest."""
+@pytest.mark.slow
+def test_validations_survive_a_kill_and_the_best_one_is_the_result(tiny):
+    """Rates after a plateau, what is best so far, and the weights of the best in the end. With a rate that is
+    too high the loss stops falling after two or three validations; an epoch is five steps, half of it two."""
     corpus = validated(tiny)
 
-    @functools.cache
-    def whole(kind):
-        return run(kind)
+    def run(**more):
+        return Run(finetuning(tiny, corpus), 14, checkpoint_every_steps=4, schedule="plateau",
+                   learning_rate=0.2, warmup_steps=0, **more)  # fmt: skip
 
-    def run(kind, **more):
-        return Run(TASKS[kind](tiny, corpus), 18, checkpoint_every_steps=4, **VALIDATED, **more)
-
-    return lambda kind, **more: run(kind, **more) if more else whole(kind)
-
-
-@pytest.mark.slow
-def test_validations_survive_a_kill(plateau):
-    """Rates after a plateau, what is best so far, and the weights of the best in the end."""
-    whole = plateau("poly")
-    steps = [p.step for p in whole.progress if "valid_r1" in p.metrics]
-    assert steps == [2, 4, 6, 8, 10, 12, 14, 16, 18]  # an epoch is five steps; half of it: two
+    whole = run()
+    found = {p.step: p.metrics["valid_r1"] for p in whole.progress if "valid_r1" in p.metrics}
+    assert list(found) == [2, 4, 6, 8, 10, 12, 14]
     assert len(set(whole.shown("learning_rate"))) > 2  # the plateau has been met
-    for step in (4, 8, 12):
-        resumed = plateau("poly", checkpoint=whole.checkpoints[step])
+    last = whole.progress[-1].metrics
+    assert last["best_valid_r1"] == max(found.values()) == found[last["best_step"]]
+    assert len(set(found.values())) > 1
+    assert whole.task.validation().metrics["r1"] == last["best_valid_r1"]
+    for step in (4, 12):
+        resumed = run(checkpoint=whole.checkpoints[step])
         assert same(resumed.weights, whole.weights), step
         for name in ("learning_rate", "loss"):
             assert resumed.shown(name) == whole.shown(name)[step:], step
-        assert resumed.progress[-1].metrics["best_step"] == whole.progress[-1].metrics["best_step"]
+        assert resumed.progress[-1].metrics["best_step"] == last["best_step"]
 
 
-def test_the_result_is_the_best_validation_measured_again(plateau):
-    run = plateau("poly")
-    last = run.progress[-1].metrics
-    found = {p.step: p.metrics["valid_r1"] for p in run.progress if "valid_r1" in p.metrics}
-    assert last["best_valid_r1"] == max(found.values()) == found[last["best_step"]]
-    assert len(set(found.values())) > 1
-    assert run.task.validation().metrics["r1"] == last["best_valid_r1"]
-
-
-def test_no_validation_where_it_is_switched_off_or_there_is_no_split(tiny):
-    off = Run(TASKS["poly"](tiny, validated(tiny)), 4, validate_every_epochs=0)
-    none = Run(TASKS["poly"](tiny, echoes(tiny)), 4)
-    assert not any("valid_r1" in p.metrics for run in (off, none) for p in run.progress)
-
-
-def test_patience_without_validations_is_refused(tiny):
-    with pytest.raises(BadInput, match=r"loop\.stop_after_validations: 3 .* 0 or 10 .*valid split"):
-        Run(TASKS["poly"](tiny, echoes(tiny)), 4, stop_after_validations=3)
-    with pytest.raises(BadInput, match=r"loop\.stop_after_validations: 3 .* 0 or 10 where .* is 0"):
-        LoopConfig(validate_every_epochs=0, stop_after_validations=3)
-
-
-def test_a_plateau_without_validations_is_refused(tiny):
-    with pytest.raises(BadInput, match=r"loop\.schedule: 'plateau' is not allowed; .*valid split"):
-        Run(TASKS["poly"](tiny, echoes(tiny)), 4, schedule="plateau")
-    with pytest.raises(BadInput, match=r"loop\.schedule: .*validate_every_epochs is 0"):
-        LoopConfig(schedule="plateau", validate_every_epochs=0)
+def test_without_validations_none_is_shown_and_settings_that_need_them_are_refused(tiny):
+    off = Run(finetuning(tiny, validated(tiny)), 1, validate_every_epochs=0)
+    make = finetuning(tiny, echoes(tiny))
+    assert not any("valid_r1" in p.metrics for run in (off, Run(make, 1)) for p in run.progress)
+    for setting, message in (
+        ({"stop_after_validations": 3}, r"loop\.stop_after_validations: 3 .* 0 or 10"),
+        ({"schedule": "plateau"}, r"loop\.schedule: 'plateau' is not allowed; .*"),
+    ):
+        with pytest.raises(BadInput, match=f"{message} .*valid split"):
+            Run(make, 1, **setting)
+        with pytest.raises(BadInput, match=f"{message} where .*validate_every_epochs is 0"):
+            LoopConfig(validate_every_epochs=0, **setting)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "optimizer"), [("cross", "adamw"), ("poly", "adamax")])
-def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):
-    run = Run(TASKS[kind](tiny, marked(tiny)), 40, learning_rate=5e-3, optimizer=optimizer)
+def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny):
+    run = Run(finetuning(tiny, marked(tiny)), 40, learning_rate=5e-3, optimizer="adamax")
     losses = run.shown("loss")
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert sum(run.shown("accuracy")[-5:]) > sum(run.shown("accuracy")[:5])
-
-
-@pytest.mark.slow
-def test_masked_words_are_learnt(tiny):
-    run = Run(pretraining(tiny, echoes(tiny)), 80, learning_rate=5e-3)
-    losses = run.shown("mlm_loss")
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 class Numbers:
@@ -352,12 +279,12 @@ def test_what_was_mined_survives_a_kill(tiny):
     def run(**more):
         finetune = {"negatives_from": "mined", "mine": Mining(top_k=6, max_share=1.0)}
         make = finetuning(tiny, corpus, architecture="poly", finetune=finetune)
-        found = Run(make, 12, checkpoint_every_steps=3, learning_rate=1e-3, **more)
+        found = Run(make, 11, checkpoint_every_steps=3, learning_rate=1e-3, **more)
         assert found.task.miner.every_steps == 5
         return found
 
     whole = run()
-    for step in (3, 6, 9):
+    for step in (3, 6):
         resumed = run(checkpoint=whole.checkpoints[step])
         assert same(resumed.weights, whole.weights), step
         assert resumed.shown("loss") == whole.shown("loss")[step:]
@@ -366,8 +293,8 @@ def test_what_was_mined_survives_a_kill(tiny):
         assert pools[0] == pools[1]
         assert same(*states)
     never = finetuning(tiny, corpus, architecture="poly", finetune={
-        "negatives_from": "mined", "mine": Mining(every_epochs=2.2)})  # fmt: skip
-    losses = Run(never, 12, checkpoint_every_steps=3, learning_rate=1e-3).shown("loss")
+        "negatives_from": "mined", "mine": Mining(every_epochs=2.0)})  # fmt: skip
+    losses = Run(never, 11, learning_rate=1e-3).shown("loss")
     assert losses[:5] == whole.shown("loss")[:5]
     assert losses[5:] != whole.shown("loss")[5:]
 
@@ -408,12 +335,8 @@ def test_rates_fall_whenever_the_loss_is_not_lower_than_ever():
     assert rates == pytest.approx([1, 1, 1, 0.4, 0.16, 0.16])
 
 
-def test_other_schedules_do_not_wait_for_plateaus():
-    run = Run(told(*[(0.5, 1.0)] * 6), 6, schedule="constant", validate_every_epochs=1)
-    assert len(set(run.shown("learning_rate")[1:])) == 1
-
-
 def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
+    """Although none of its validations is better than those before."""
     settings = {"learning_rate": 1.0, "warmup_steps": 0, "validate_every_epochs": 1}
     losses = [(0.5, 1.0)] * 6
     shorter = Run(told(*losses), 4, schedule="plateau", **settings)
@@ -421,11 +344,8 @@ def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
     state = shorter.checkpoints[4]
     longer = Run(told(*losses), 6, checkpoint=state, schedule="constant", **settings)
     assert longer.shown("learning_rate") == [1.0, 1.0]
-
-
-def test_a_checkpoint_of_earlier_code_keeps_its_rate_after_a_plateau():
-    """Its factor on the rate was called `share`."""
-    selection = loop.Selection(decay=0.4, patience=2)
+    # In checkpoints of earlier code the factor on the rate is called `share`.
+    selection = loop.Selection(decay=0.4)
     state = selection.state()
     state["share"] = state.pop("plateau_factor") * 0.16
     selection.load(state)
@@ -453,13 +373,18 @@ def test_stops_after_so_many_validations_without_a_better_one(found, patience, s
     assert same(again.weights, run.weights)
 
 
-def test_the_last_weights_are_the_result_whatever_validations_find():
-    """A validation of 100 questions has a standard error of 0.04: an early one wins by chance."""
+def test_the_last_weights_are_the_result_whatever_validations_find(monkeypatch):
+    """A validation of 100 questions has a standard error of 0.04: an early one wins by chance. No weights are
+    copied then; to copy sharded ones, all ranks gather them."""
+    copied = []
+    monkeypatch.setattr(loop, "weights_of", lambda module: copied.append(1) or weights_of(module))
     plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
     found = [(0.9, 0), (0.8, 1), (0.7, 2), (0.6, 3)]
     best = Run(told(*found), 4, validate_every_epochs=1, **plain)
+    assert len(copied) == 1  # the first was the best
     config = {**plain, "keep_weights": "last", "stop_after_validations": 2}
     last = Run(told(*found), 4, validate_every_epochs=1, **config)
+    assert len(copied) == 1
     assert same(last.weights, Run(told(), 4, **plain, validate_every_epochs=0).weights)
     assert not same(last.weights, best.weights)
     shown = last.progress[-1].metrics
@@ -468,17 +393,6 @@ def test_the_last_weights_are_the_result_whatever_validations_find():
         told((0.1, 9)), 5, checkpoint=best.checkpoints[4], validate_every_epochs=1, **config
     )
     assert same(longer.weights, Run(told(), 5, **plain, validate_every_epochs=0).weights)
-
-
-def test_weights_are_copied_when_a_validation_is_better(monkeypatch):
-    """To copy sharded weights, all ranks gather them."""
-    copied = []
-    monkeypatch.setattr(loop, "weights_of", lambda module: copied.append(1) or weights_of(module))
-    found = [(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)]
-    Run(told(*found), 6, validate_every_epochs=1)
-    assert len(copied) == 3
-    Run(told(*found), 6, validate_every_epochs=1, keep_weights="last")
-    assert len(copied) == 3
 
 
 def test_checkpoints_and_reports_come_when_they_are_due():
@@ -507,7 +421,7 @@ def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
     assert all("minutes_unsaved" not in progress.metrics for progress in run.progress)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(value):
     def loss(module, batch):
         return zero(module, batch) + module.bias.sum() * torch.where(batch == 1, value, 1.0)
@@ -520,35 +434,21 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(value):
 
 @pytest.mark.parametrize("spoilt", ["loss", "gradient"])
 def test_several_such_steps_in_a_row_end_the_run_and_keep_the_batch(spoilt):
-    """The weights of the last checkpoint are sound; a loss may be finite where its gradient is not."""
+    """Not fewer, nor those that are not in a row. The weights of the last checkpoint are sound; a loss may be
+    finite where its gradient is not."""
 
     def loss(module, batch):
+        is_bad = (batch == 0) | (batch == 1) | (batch >= 3)
         if spoilt == "loss":
-            return zero(module, batch) + torch.where(batch >= 3, math.nan, 1.0)
-        bad = (batch >= 3).float()
-        return zero(module, batch) + torch.sqrt((module.bias * 0).sum() + 1 - bad)
+            return zero(module, batch) + torch.where(is_bad, math.nan, 1.0)
+        return zero(module, batch) + torch.sqrt((module.bias * 0).sum() + 1 - is_bad.float())
 
-    disk, make, seen = {}, toy(loss), []
-
-    def keep(config, steps):
-        seen.append(make(config, steps))
-        return seen[-1]
-
+    disk = {}
     with pytest.raises(Stopped, match=r"step 6: .* not finite 3 times in a row .*: there"):
-        Run(keep, 9, checkpoint_every_steps=2, max_skipped_steps=3, disk=disk)
+        Run(toy(loss), 9, checkpoint_every_steps=2, max_skipped_steps=3, disk=disk)
     for saved in disk.values():
-        weights = state_in(saved)["module"]
+        weights = read(saved, read_state)["module"]
         assert all(torch.isfinite(value).all() for value in weights.values())
-
-
-def test_the_run_goes_on_after_fewer_such_steps():
-    def loss(module, batch):
-        return zero(module, batch) + torch.where((batch >= 2) & (batch <= 3), math.nan, 1.0)
-
-    run = Run(toy(loss), 8, max_skipped_steps=3)
-    assert run.progress[-1].step == 8
-    assert run.progress[-1].metrics["skipped_steps"] == 2
-    assert run.bad_batches == []
 
 
 def test_skipped_steps_are_counted_over_the_whole_run():
@@ -586,14 +486,3 @@ def test_gradients_are_clipped_and_their_norm_is_shown():
     # Both clipped to the same size, so both steps are full ones.
     moved = 1 - run.weights["matrix"][0, 0].item()
     assert moved == pytest.approx(sum(run.shown("learning_rate")), rel=0.01)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("learning_rate", 0.0), ("warmup_steps", 1.5), ("warmup_steps", -0.1),
-    ("head_lr_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
-    ("log_every_steps", 0), ("checkpoint_every_minutes", -1.0), ("plateau_decay", 0.0),
-    ("plateau_decay", 1.0), ("validate_every_epochs", -0.5), ("stop_after_validations", -1),
-])  # fmt: skip
-def test_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(BadInput, match=rf"loop\.{name}: {value} is not allowed; allowed: "):
-        LoopConfig(**{name: value})

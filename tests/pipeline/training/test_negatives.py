@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.training import negatives
 from pipeline.training.data import PLACE, DualCollator, Epoch, Rows, example_columns
@@ -49,9 +48,8 @@ def scores_of(ranker, context, candidates_CD):
         return ranker.dual.scores(*vectors, candidates_CD)[0].tolist()
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-@pytest.mark.parametrize("limits", [
-    {"margin": 0.0, "max_share": 1.0}, {"margin": 0.3, "max_share": 1.0}, {"max_share": 0.6},
+@pytest.mark.parametrize(("architecture", "limits"), [
+    ("poly", {"margin": 0.3, "max_share": 1.0}), ("bi", {"max_share": 0.6}),
 ])  # fmt: skip
 def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limits):
     """Against a search of each context alone, with the limits in plain numbers."""
@@ -96,7 +94,7 @@ def test_other_replies_to_a_context_are_not_mined(tiny, same_group_negatives):
         assert set(mined) == wrong and len(mined) == len(wrong)
 
 
-LAYOUTS = ((90, 90), (90, 7), (20, 20), (13, 4))  # rows of a file, of a row group
+LAYOUTS = ((90, 7), (20, 20), (13, 4))  # rows of a file, of a row group
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +105,7 @@ def layouts(tiny):
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "responses"),
-    [*zip(LAYOUTS, (2, 9, 30, 90), strict=True), *zip(LAYOUTS, (90, 30, 9, 2), strict=True)],
-)
+@pytest.mark.parametrize(("layout", "responses"), [*zip(LAYOUTS, (9, 30, 90), strict=True)])
 def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
     tiny, layouts, layout, responses
 ):
@@ -156,37 +151,25 @@ def test_texts_are_read_by_row_groups_and_only_when_they_are_needed(tiny, layout
     assert 0 < len(drawn) <= 4  # row groups, for four responses
 
 
-def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
-    ranker = tiny.ranker(architecture="bi")
-    one, two = (miner(corpus, ranker, responses=9, top_k=30, max_share=1.0) for _ in range(2))
-    seen = []
-    for _ in range(2):
-        one()
-        two()
-        mined = [one.negatives_of(n) for n in range(90)]
-        assert mined == [two.negatives_of(n) for n in range(90)]
-        seen.append({text for texts in mined for text in texts})
-        assert len(seen[-1]) <= 9
-    assert seen[0] != seen[1]
-
-
-def test_before_the_first_time_there_are_none_and_a_state_brings_all_back(tiny, corpus):
-    ranker = tiny.ranker(architecture="bi")
-    first, again = (miner(corpus, ranker, responses=20) for _ in range(2))
+def test_a_pool_is_part_of_the_responses_another_each_time_and_a_state_brings_all_back(
+    tiny, corpus
+):
+    """Before the first time there are none."""
+    ranker, rounds = tiny.ranker(architecture="bi"), []
+    first, again = (miner(corpus, ranker, responses=9, top_k=30, max_share=1.0) for _ in range(2))
     again.load(first.state())
     assert first.negatives_of(0) == again.negatives_of(0) == []
-    first()
-    again.load(first.state())
-    mined = [first.negatives_of(n) for n in range(90)]
-    assert any(mined)
-    assert [again.negatives_of(n) for n in range(90)] == mined
-    first()
-    again()
-    assert (
-        [again.negatives_of(n) for n in range(90)]
-        == [first.negatives_of(n) for n in range(90)]
-        != mined
-    )
+    for number in range(2):
+        first()
+        if number == 0:
+            again.load(first.state())
+        else:
+            again()
+        mined = [first.negatives_of(n) for n in range(90)]
+        assert [again.negatives_of(n) for n in range(90)] == mined
+        rounds.append({text for texts in mined for text in texts})
+        assert 0 < len(rounds[-1]) <= 9
+    assert rounds[0] != rounds[1]
 
 
 def test_batches_take_what_is_mined_and_fill_up(tiny, corpus):
@@ -200,17 +183,6 @@ def test_batches_take_what_is_mined_and_fill_up(tiny, corpus):
     for item, row in zip(items, rows, strict=True):
         wrong = [one.text for one in item.candidates[1:]]
         assert len(wrong) == 2 and set(mined[row[PLACE]]) <= set(wrong)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("every_epochs", 0.0), ("responses", 1), ("top_k", 0), ("margin", -0.1), ("max_share", 0.0),
-    ("max_share", 1.1),
-])  # fmt: skip
-def test_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(
-        BadInput, match=rf"finetune\.mine\.{name}: {value} is not allowed; allowed: "
-    ):
-        Mining(**{name: value})
 
 
 class Constant:
@@ -264,12 +236,12 @@ def measure_memory(folder, number):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
-    """5,000 rows with 80 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
+    """3,000 rows with 48 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
     text = "a" * 8_000
-    for name, count in (("small.json", 250), ("large.json", 5_000)):
+    for name, count in (("small.json", 250), ("large.json", 3_000)):
         rows = [{"context": [f"{n} {text}"], "response": f"{n} {text}"} for n in range(count)]
         corpus = tiny.corpus(rows, rows_per_group=250)
         saved = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
         (tmp_path / name).write_text(saved)
     run_in_processes(measure_memory, tmp_path, 1, timeout_s=200)
-    assert int((tmp_path / "grown").read_text()) / 1024 < 40
+    assert int((tmp_path / "grown").read_text()) / 1024 < 30

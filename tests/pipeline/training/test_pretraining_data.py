@@ -133,43 +133,44 @@ def numbers(batch):
     return found
 
 
+SINGLE_TEXTS = {"objective": "contrastive_mlm", "batch_tokens": 160, "micro_batch_tokens": 40}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"batch_tokens": 190}, {"objective": "alternate"}])
+@pytest.mark.parametrize(
+    "settings", [{"batch_tokens": 190}, {"objective": "alternate"}, SINGLE_TEXTS]
+)
 def test_the_global_batches_are_the_same_for_every_number_of_workers(corpus_of, settings):
-    """Over more than two epochs, of 4 and of 5 lanes."""
-    corpora = [corpus_of(70), corpus_of(40, first=1000)]
-    one, saved = global_batches(corpora, 1, 40, **settings)
+    """Over more than one epoch, of 4 and of 5 lanes; another seed has others."""
+    corpora = [corpus_of(40), corpus_of(20, first=1000)]
+    one, saved = global_batches(corpora, 1, 20, **settings)
     lanes = config_of(**settings).lanes
     assert {len(step) for step in one} == {lanes}
-    assert len({str(step) for step in one}) == 40
-    assert all(at["corpora"][0][0] >= 2 for at in saved[-1][0].values())
-    for world in (2, 3, lanes):
-        assert global_batches(corpora, world, 40, **settings)[0] == one
+    assert len({str(step) for step in one}) == 20
+    assert all(at["corpora"][0][0] >= 1 for at in saved[-1][0].values())
+    for world in (3, lanes):
+        assert global_batches(corpora, world, 20, **settings)[0] == one
+    other, _ = global_batches(corpora, 1, 3, seed=1, **settings)
+    assert not {str(step) for step in one} & {str(step) for step in other}
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 25), st.integers(0, 3))
+@settings(max_examples=5)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 15), st.integers(0, 3))
 def test_a_run_goes_on_with_the_same_batches_on_another_number_of_workers(
     corpus_of, before, after, step, seed
 ):
     corpora = [corpus_of(70), corpus_of(40, first=1000)]
-    whole, _ = global_batches(corpora, 1, step + 6, seed=seed, rare_token_alpha=0.5)
+    whole, _ = global_batches(corpora, 1, step + 3, seed=seed, rare_token_alpha=0.5)
     first, saved = global_batches(corpora, before, step, seed=seed, rare_token_alpha=0.5)
-    rest, _ = global_batches(corpora, after, 6, saved[-1], seed=seed, rare_token_alpha=0.5)
+    rest, _ = global_batches(corpora, after, 3, saved[-1], seed=seed, rare_token_alpha=0.5)
     assert first + rest == whole
 
 
-def test_other_seeds_give_other_batches(corpus_of):
-    first, other = (global_batches(corpus_of(70), 1, 4, seed=seed)[0] for seed in (0, 1))
-    assert not {str(step) for step in first} & {str(step) for step in other}
-
-
-@pytest.mark.parametrize("lanes", [1, 3, 4])
-@pytest.mark.parametrize("objective", ["joint", "mlm"])
-def test_an_epoch_reads_every_row_once_over_the_lanes(corpus_of, lanes, objective):
-    """70 rows on 3 or 4 lanes: up to lanes - 1 are left out."""
-    config = {"batch_tokens": 40 * lanes, "objective": objective}
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_an_epoch_reads_every_row_once_over_the_lanes(corpus_of, lanes):
+    """70 rows on 4 lanes: up to lanes - 1 are left out."""
+    config = {"batch_tokens": 40 * lanes}
     read = {lane: [[], []] for lane in range(lanes)}
     epochs = [0] * lanes
     walk = batches_of(corpus_of(70), **config).start()
@@ -189,9 +190,7 @@ def test_an_epoch_reads_every_row_once_over_the_lanes(corpus_of, lanes, objectiv
 
 
 def test_micro_batches_stay_within_their_tokens_and_are_consistent(corpus_of):
-    config = config_of(batch_tokens=150)
-    assert (config.lanes, config.lane_tokens) == (4, 37)
-    for batches, _ in take(batches_of(corpus_of(70), batch_tokens=150), 30):
+    for batches, _ in take(batches_of(corpus_of(70), batch_tokens=150), 15):
         for batch in batches:
             ids_BT, mask_BT, lengths, segments_BT = batch.tokens
             assert len(lengths) == 1 or ids_BT.numel() <= 37
@@ -204,32 +203,20 @@ def test_micro_batches_stay_within_their_tokens_and_are_consistent(corpus_of):
                 second = row.tolist().index(SEP) + 1
                 wanted = [0] * second + [1] * (length - second)
                 assert segments.tolist() == wanted + [0] * (len(row) - length)
-            types = [field.dtype for field in (ids_BT, mask_BT, segments_BT, batch.predicted_N,
-                                               batch.labels_N, batch.is_next_B)]  # fmt: skip
-            assert types == [
-                torch.int64,
-                torch.bool,
-                torch.int64,
-                torch.int64,
-                torch.int64,
-                torch.bool,
-            ]
+            whole_numbers = (ids_BT, segments_BT, batch.predicted_N, batch.labels_N)
+            assert {field.dtype for field in whole_numbers} == {torch.int64}
+            assert mask_BT.dtype == batch.is_next_B.dtype == torch.bool
             assert plain(batch.to(torch.device("cpu"))) == plain(batch)
 
 
-def test_contexts_keep_their_newest_and_responses_their_first_tokens(corpus_of):
-    corpus = corpus_of(70)
-    lists = {}
-    for uri in corpus.artifact.files("train/"):
-        for row in pq.read_table(uri).to_pylist():
-            lists[row["context"][0]] = row
+def test_texts_are_truncated_to_the_lengths_of_the_settings(corpus_of):
     settings = {"max_context_tokens": 5, "max_response_tokens": 4, "objective": "mlm"}
-    for batches, _ in take(batches_of(corpus, **settings), 10):
-        for ids, length in zip(
-            true_ids(batches[0]).tolist(), batches[0].tokens.lengths, strict=True
-        ):
-            row = lists[ids[1]]
-            assert ids[:length] == [CLS, *row["context"][-3:], SEP, *row["response"][:2], SEP]
+    for batches, _ in take(batches_of(corpus_of(70), **settings), 10):
+        rows = zip(true_ids(batches[0]).tolist(), batches[0].tokens.lengths, strict=True)
+        for ids, length in rows:
+            number = ids[1] - FIRST
+            context, response = min(3, 1 + 5 * number % 7), min(2, 1 + number % 3)
+            assert ids[:length] == [CLS, *ids[1:2] * context, SEP, *ids[1:2] * response, SEP]
 
 
 @pytest.mark.parametrize("window_rows", [8, 10_000])
@@ -253,18 +240,17 @@ def test_random_responses_are_never_the_true_ones_nor_of_the_window(corpus_of, w
     assert len(everywhere) > 30
 
 
-def test_an_epoch_has_as_many_steps_as_its_tokens_fill(corpus_of):
-    one, other = corpus_of(70), corpus_of(20, first=70)
-    batches = batches_of([one, other], rank=1, world=2)
+def test_an_epoch_has_as_many_steps_as_its_tokens_or_its_pairs_of_single_texts_fill(corpus_of):
+    one, other = corpora = corpus_of(70), corpus_of(20, first=70)
+    batches = batches_of([*corpora], rank=1, world=2)
     assert batches.steps_per_epoch == (one.train_tokens + other.train_tokens) / 160
+    assert batches_of([*corpora], **SINGLE_TEXTS).steps_per_epoch == 90 / (4 * 2)
 
 
 def test_pairs_without_another_response_stay_true(corpus_of):
-    found = [batch for batches, _ in take(batches_of(corpus_of(70, same_response=True)), 10)
-             for batch in batches]  # fmt: skip
-    assert all(batch.is_next_B.all() for batch in found)
-    single = take(batches_of(corpus_of(1), batch_tokens=40), 3)
-    assert all(batch.is_next_B.tolist() == [True] for (batch,), _ in single)
+    for corpus in (corpus_of(70, same_response=True), corpus_of(1)):
+        found = take(batches_of(corpus, batch_tokens=40), 5)
+        assert all(batch.is_next_B.all() for (batch,), _ in found)
 
 
 def test_an_alternating_run_masks_in_even_steps_and_asks_for_the_next_in_odd_ones(corpus_of):
@@ -288,9 +274,6 @@ def numbers_of_single_texts(batch):
     return list(zip(found[:half], found[half:], strict=True))
 
 
-SINGLE_TEXTS = {"objective": "contrastive_mlm", "batch_tokens": 160, "micro_batch_tokens": 40}
-
-
 def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of):
     seen = set()
     for batches, _ in take(batches_of(corpus_of(70), **SINGLE_TEXTS), 20):
@@ -309,11 +292,18 @@ def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of
 
 
 def test_contrastive_micro_batches_have_as_many_pairs_whatever_their_lengths(corpus_of):
-    """Two rows of at most 9 tokens a pair: 160 tokens hold 8; a window of 20 is cut into three."""
-    settings = {**SINGLE_TEXTS, "micro_batch_tokens": 160, "window_rows": 20}
+    """Two rows of at most 9 tokens a pair: 160 tokens hold 8; a window of 20 is cut into three. Without masks
+    in the objective there are none."""
+    settings = {
+        **SINGLE_TEXTS,
+        "objective": "contrastive",
+        "micro_batch_tokens": 160,
+        "window_rows": 20,
+    }
     steps = [batches[0] for batches, _ in take(batches_of(corpus_of(60), **settings), 9)]
     windows = [sorted(batch.pair_count for batch in steps[at : at + 3]) for at in (0, 3, 6)]
     assert windows == [[6, 7, 7]] * 3
+    assert all(batch.predicted_N is None and MASK not in batch.tokens.ids_BT for batch in steps)
     lengths = [batch.tokens.lengths[: batch.pair_count] for batch in steps]
     assert np.mean([max(row) - min(row) for row in lengths]) > 3
 
@@ -330,7 +320,7 @@ def test_equal_texts_have_equal_keys(corpus_of):
 def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
     share = {0: [], 1: []}
     same = 0
-    for batches, _ in take(batches_of(corpus_of(70), masked_share=0.5, **SINGLE_TEXTS), 40):
+    for batches, _ in take(batches_of(corpus_of(70), masked_share=0.5, **SINGLE_TEXTS), 20):
         for batch in batches:
             width, half = batch.tokens.ids_BT.shape[1], batch.pair_count
             is_predicted = torch.zeros(batch.tokens.ids_BT.numel(), dtype=torch.bool)
@@ -340,47 +330,9 @@ def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
             for number, length in enumerate(batch.tokens.lengths):
                 share[number >= half] += rows[number, 1 : length - 1].tolist()
             same += (rows[:half, 1:3] == rows[half:, 1:3]).all(1).sum().item() / half
-    assert np.mean(share[0]) == pytest.approx(0.5, abs=0.05)
-    assert np.mean(share[1]) == pytest.approx(0.5, abs=0.05)
-    assert same < 0.5 * 160  # about 42; 130 if a response had its context's key
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_workers_share_out_the_same_contrastive_batches(corpus_of, world):
-    alone, cursors = global_batches(corpus_of(70), 1, 12, **SINGLE_TEXTS)
-    assert global_batches(corpus_of(70), world, 12, **SINGLE_TEXTS)[0] == alone
-    resumed, _ = global_batches(corpus_of(70), world, 5, cursors[6], **SINGLE_TEXTS)
-    assert resumed == alone[7:]
-
-
-def test_a_contrastive_micro_batch_has_room_for_two_pairs_of_the_longest_texts():
-    """A pair alone has no wrong response: its loss is 0."""
-    with pytest.raises(BadInput, match=r"micro_batch_tokens: 35 .*enough for two pairs, 36"):
-        config_of(**{**SINGLE_TEXTS, "batch_tokens": 70, "micro_batch_tokens": 35})
-    config = config_of(**{**SINGLE_TEXTS, "batch_tokens": 72, "micro_batch_tokens": 36})
-    assert (config.longest_row, config.lane_tokens, config.lane_pairs) == (9, 36, 2)
-
-
-def test_contrastive_batches_without_mlm_have_no_masks(corpus_of):
-    with_masks = take(batches_of(corpus_of(70), **SINGLE_TEXTS), 3)
-    without = take(batches_of(corpus_of(70), **{**SINGLE_TEXTS, "objective": "contrastive"}), 3)
-    for (masked, _), (plain_ones, _) in zip(with_masks, without, strict=True):
-        for one, other in zip(masked, plain_ones, strict=True):
-            assert one.predicted_count and MASK not in other.tokens.ids_BT
-            assert torch.equal(true_ids(one), other.tokens.ids_BT)
-            assert other.predicted_N is None and other.labels_N is None
-
-
-def test_contrastive_validation_has_each_drawn_pair_once(corpus_of):
-    found = valid_batches(corpus_of(70, valid=90), **SINGLE_TEXTS)
-    pairs = [pair for batch in found for pair in numbers_of_single_texts(batch)]
-    assert len(pairs) == len(set(pairs)) == 90
-    assert all(context == response for context, response in pairs)
-
-
-def test_an_epoch_of_single_texts_has_as_many_steps_as_its_pairs_fill(corpus_of):
-    batches = batches_of([corpus_of(70), corpus_of(20, first=70)], **SINGLE_TEXTS)
-    assert batches.steps_per_epoch == 90 / (4 * 2)
+    for predicted in share.values():
+        assert np.mean(predicted) == pytest.approx(0.5, abs=0.07)
+    assert same < 0.5 * 80  # about 21; 65 if a response had its context's key
 
 
 def masks_of(corpus, steps, **settings):
@@ -401,14 +353,7 @@ def masks_of(corpus, steps, **settings):
     return found
 
 
-def test_masks_alone_are_of_true_pairs_and_masked_anew_in_each_epoch(corpus_of):
-    found = masks_of(corpus_of(70), 40).values()
-    both = [(masks[0], masks[1]) for masks in found if {0, 1} <= set(masks)]
-    assert len(both) > 50
-    assert np.mean([first != second for first, second in both]) > 0.6
-
-
-def test_an_example_is_masked_alike_in_other_lanes_windows_and_batches(corpus_of):
+def test_an_example_is_masked_alike_in_other_lanes_windows_and_batches_but_not_epochs(corpus_of):
     """Its mask follows from the seed, the epoch and its place in the order of the epoch."""
     first = masks_of(corpus_of(70), 40)
     other = masks_of(corpus_of(70), 60, batch_tokens=100, micro_batch_tokens=50, window_rows=20)
@@ -416,13 +361,15 @@ def test_an_example_is_masked_alike_in_other_lanes_windows_and_batches(corpus_of
             if epoch in first.get(number, {}) and epoch in other.get(number, {})]  # fmt: skip
     assert len(both) > 120
     assert all(one == same for one, same in both)
+    epochs = [(masks[0], masks[1]) for masks in first.values() if {0, 1} <= set(masks)]
+    assert np.mean([one != other for one, other in epochs]) > 0.6
 
 
 @pytest.mark.slow
 def test_corpora_are_mixed_by_weight_each_with_a_position_of_its_own(corpus_of):
     corpora = [corpus_of(70), corpus_of(40, first=1000)]
     found, positions = [], None
-    for batches, cursor in take(batches_of(corpora, weights=[3.0, 1.0]), 200):
+    for batches, cursor in take(batches_of(corpora, weights=[3.0, 1.0]), 100):
         for lane, batch in enumerate(batches):
             (corpus,) = {context >= 1000 for context, _ in numbers(batch)}
             found.append(corpus)
@@ -431,10 +378,10 @@ def test_corpora_are_mixed_by_weight_each_with_a_position_of_its_own(corpus_of):
                 before = positions[str(lane)]["corpora"]
                 assert after[corpus] > before[corpus] and after[1 - corpus] == before[1 - corpus]
         positions = cursor
-    assert np.mean(found) == pytest.approx(0.25, abs=0.062)  # four standard deviations of 800
+    assert np.mean(found) == pytest.approx(0.25, abs=0.087)  # four standard deviations of 400
     # Not the same for all lanes, nor the same again and again.
-    steps = np.array(found).reshape(200, 4)
-    assert 20 < sum(len(set(step)) > 1 for step in steps.tolist()) < 200
+    steps = np.array(found).reshape(100, 4)
+    assert 10 < sum(len(set(step)) > 1 for step in steps.tolist()) < 100
 
 
 def test_what_does_not_fit_is_refused_in_one_line(corpus_of):
@@ -487,12 +434,15 @@ def test_validation_asks_the_same_of_other_rows(corpus_of):
     corpus = corpus_of(70, valid=90)
     first, second = valid_batches(corpus), valid_batches(corpus)
     assert [plain(batch) for batch in first] == [plain(batch) for batch in second]
-    pairs = [pair for batch in valid_batches(corpus) for pair in numbers(batch)]
+    pairs = [pair for batch in first for pair in numbers(batch)]
     assert sorted(context for context, _ in pairs) == list(range(70, 160))
     assert {response for _, response in pairs} <= set(range(70, 160))
-    for batch in valid_batches(corpus):
+    for batch in first:
         assert [a == b for a, b in numbers(batch)] == batch.is_next_B.tolist()
         assert batch.tokens.ids_BT.numel() <= 40 and batch.predicted_N is not None
+    alone = valid_batches(corpus, **SINGLE_TEXTS)
+    pairs = [pair for batch in alone for pair in numbers_of_single_texts(batch)]
+    assert sorted(pairs) == [(number, number) for number in range(70, 160)]
 
 
 def test_validation_draws_its_examples_from_everywhere(corpus_of):
@@ -520,44 +470,13 @@ def test_validation_of_an_alternating_run_asks_each_pair_with_and_without_masks(
     assert all(a == b for batch in alone for a, b in numbers(batch))
 
 
-@pytest.mark.parametrize(
-    ("settings", "lanes", "tokens"),
-    [({"micro_batch_tokens": 0, "batch_tokens": 32_000}, 2, 16_000),
-     ({"micro_batch_tokens": 1000, "batch_tokens": 32_000}, 32, 1000),
-     ({"micro_batch_tokens": 50_000, "batch_tokens": 32_000}, 1, 32_000)],
-)  # fmt: skip
-def test_a_step_has_as_many_micro_batches_as_its_tokens_need(settings, lanes, tokens):
-    config = config_of(**settings)
-    assert (config.lanes, config.lane_tokens) == (lanes, tokens)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"batch_tokens": 12}, r"pretrain.batch_tokens: 12 is not allowed; allowed: >= 13"),
-     ({"micro_batch_tokens": 12}, "pretrain.micro_batch_tokens: 12"),
-     ({"batch_tokens": 27, "micro_batch_tokens": 13}, "pretrain.micro_batch_tokens: 13"),
-     ({"masked_share": 1.0}, "pretrain.masked_share"), ({"random_share": 0.0}, "random_share"),
-     ({"rare_token_alpha": -1.0}, "rare_token_alpha"), ({"max_context_tokens": 2}, "max_context"),
-     ({"steps": 0}, "pretrain.steps"), ({"window_rows": 0}, "pretrain.window_rows")],
-)  # fmt: skip
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(BadInput, match=message):
-        config_of(**settings)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_batches_for_a_gpu_are_pinned_and_arrive_whole(corpus_of):
     """A copy from memory that is not pinned waits for the device."""
     [(parts, _)] = take(batches_of(corpus_of(70)), 1)
     for part in parts:
-        tensors = [
-            *part.tokens[:2],
-            part.tokens.segments_BT,
-            part.predicted_N,
-            part.labels_N,
-            part.is_next_B,
-        ]
+        tensors = [*part.tokens[:2], part.tokens.segments_BT, *part.model_inputs[1:4]]
         assert all(tensor.is_pinned() for tensor in tensors)
         there = part.to(torch.device("cuda"))
         assert there.tokens.ids_BT.device.type == "cuda"

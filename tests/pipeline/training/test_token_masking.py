@@ -72,7 +72,7 @@ def test_keys_are_the_outputs_of_splitmix64():
     ]  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(rows, st.integers(0, 9), st.sampled_from([0.15, 0.5, 0.9]))
 def test_by_berts_rule_special_tokens_are_never_predicted(pairs, seed, share):
     pairs = [(a, [UNK, *b]) for a, b in pairs]
@@ -92,15 +92,14 @@ def test_by_xlms_rule_separators_are_predicted_but_no_padding_and_no_first_posit
     assert closing / 4000 == pytest.approx(0.15, abs=0.023)  # four standard deviations
 
 
-@pytest.mark.parametrize("share", [0.15, 0.4])
-def test_shares_are_those_of_the_settings(share):
+def test_shares_are_those_of_the_settings():
     """200,000 tokens: five standard deviations of each share."""
     pairs = [([6] * 50, [7] * 50)] * 2000
     ids_BT, lengths_B, second_B = padded(pairs)
-    which = masker(masked_share=share)
+    which = masker(masked_share=0.15)
     masked_BT, predicted_N, _ = which.mask_pairs(ids_BT, lengths_B, second_B, keys(2000))
     count = len(predicted_N)
-    assert count / 200_000 == pytest.approx(share, abs=0.006)
+    assert count / 200_000 == pytest.approx(0.15, abs=0.006)
     there = masked_BT.ravel()[predicted_N]
     other = there[(there != MASK) & (there != ids_BT.ravel()[predicted_N])]
     assert (there == MASK).sum() / count == pytest.approx(0.8 + 0.1 / SIZE, abs=0.012)
@@ -110,7 +109,7 @@ def test_shares_are_those_of_the_settings(share):
     assert np.bincount(other).max() < 3 * len(other) / SIZE
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(rows, st.integers(0, 5), st.data())
 def test_a_pair_is_masked_alike_in_every_batch(pairs, seed, data):
     which = masker(masked_share=0.5)
@@ -135,7 +134,7 @@ def test_seeds_corpora_epochs_and_places_mask_in_different_ways():
     assert len(found) == 12
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(rows, st.integers(0, 9))
 def test_of_whole_words_all_pieces_are_predicted_or_none(pairs, seed):
     """Even ids continue a word; a text's first token begins one, whatever it is."""
@@ -166,7 +165,7 @@ def test_whole_words_are_predicted_as_often_as_asked():
     assert share == pytest.approx(0.2, abs=0.01)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 10_000), min_size=SIZE - 5, max_size=SIZE - 5).filter(any),
     st.sampled_from([0.1, 0.5, 1.0]),

@@ -35,6 +35,12 @@ def corpus(tiny):
     return tiny.corpus(ROWS)
 
 
+@pytest.fixture(scope="module")
+def learnt_from_rows(corpus):
+    """By kind."""
+    return {kind: learnt([corpus], kind) for kind in (*KINDS, "subwords")}
+
+
 def learnt(corpora, kind="wordpiece", **config):
     return learn(corpora, TokenizerConfig(**{"kind": kind, "vocabulary": 400, **config}))
 
@@ -44,65 +50,49 @@ def pieces(tokenizer, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_come_first_and_work_with_our_tokenizer(corpus, kind):
-    ours = Tokenizer(learnt([corpus], kind))
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    assert ours.hf.convert_tokens_to_ids(names) == [0, 1, 2, 3, 4]
-    assert (ours.pad, ours.cls, ours.sep, ours.hf.mask_token_id) == (0, 2, 3, 4)
-    assert sorted(ours.hf.all_special_ids) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_frequent_words_are_one_piece_in_any_case(corpus, kind):
-    tokenizer = learnt([corpus], kind)
+def test_frequent_words_are_one_piece_in_any_case(learnt_from_rows, kind):
+    tokenizer = learnt_from_rows[kind]
     assert len(pieces(tokenizer, "is there")) == 2
     assert pieces(tokenizer, "iS tHeRe") == pieces(tokenizer, "is there")
 
 
-def test_wordpiece_strips_accents_and_splits_punctuation_as_bert_does(corpus):
-    tokenizer = learnt([corpus])
+def test_wordpiece_strips_accents_and_splits_punctuation_as_bert_does(learnt_from_rows):
+    """It learns from the newest turn alone: ten examples of one thread hold its first comment ten times."""
+    tokenizer = learnt_from_rows["wordpiece"]
     assert pieces(tokenizer, "CAFÉ,cat") == ["cafe", ",", "cat"]
+    assert pieces(tokenizer, "ж") == ["[UNK]"]
+    assert pieces(tokenizer, "xylophone") != ["xylophone"]
     assert tokenizer.decode(tokenizer("Where, cat?", add_special_tokens=False)["input_ids"]) == (
         "where, cat?"
     )
 
 
-def test_wordpiece_says_unknown_where_a_letter_is_new(corpus):
-    assert pieces(learnt([corpus]), "ж") == ["[UNK]"]
-
-
 @pytest.mark.parametrize("text", ["жук 🐞 never seen", "tab\tand\nnewline", "日本語"])
-def test_bpe_knows_every_text_and_gives_it_back(corpus, text):
-    tokenizer = learnt([corpus], "bpe")
+def test_bpe_knows_every_text_and_gives_it_back(learnt_from_rows, text):
+    tokenizer = learnt_from_rows["bpe"]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vocabulary_is_bounded(tiny, kind):
+def test_vocabulary_is_bounded_and_the_same_texts_give_the_same_one(tiny, kind):
+    """Left alone the trainer of `tokenizers` numbers WordPiece's letters by a hash map's order."""
     rows = [{"response": f"{letter}{other}{letter}"} for letter in string.ascii_lowercase
             for other in string.ascii_lowercase]  # fmt: skip
-    corpus = tiny.corpus(rows)
-    size = 300
-    tokenizer = learnt([corpus], kind, vocabulary=size, min_frequency=1)
-    assert len(tokenizer) == size
-    assert sorted(tokenizer.get_vocab().values()) == list(range(size))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
-def test_the_same_texts_give_the_same_tokenizer(reddit_corpus, kind):
-    """Left alone the trainer of `tokenizers` numbers WordPiece's letters by a hash map's order."""
-    first, *others = (learnt([reddit_corpus], kind, vocabulary=600).get_vocab() for _ in range(4))
-    assert others == [first] * 3
+    corpus, size = tiny.corpus(rows), 300
+    first, again = (
+        learnt([corpus], kind, vocabulary=size, min_frequency=1).get_vocab() for _ in range(2)
+    )
+    assert sorted(first.values()) == list(range(size))
+    assert first == again
 
 
 def test_rare_pieces_are_not_kept(tiny):
     corpus = tiny.corpus([{"response": "often"}] * 5 + [{"response": "rarely"}])
-    assert len(pieces(learnt([corpus], min_frequency=5), "often")) == 1
-    assert len(pieces(learnt([corpus], min_frequency=5), "rarely")) > 1
-    assert len(pieces(learnt([corpus], min_frequency=1), "rarely")) == 1
+    without, with_rare = (learnt([corpus], min_frequency=least) for least in (5, 1))
+    assert len(pieces(without, "often")) == len(pieces(with_rare, "rarely")) == 1
+    assert len(pieces(without, "rarely")) > 1
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "subwords"])
@@ -117,11 +107,6 @@ def test_words_longer_than_any_are_learnt_from_in_pieces(tiny, kind):
         assert whole.pieces == cut.pieces
     else:
         assert whole.get_vocab() == cut.get_vocab()
-
-
-def test_older_turns_are_not_counted_again(corpus):
-    """Ten examples of one thread would count its first comment ten times."""
-    assert pieces(learnt([corpus]), "xylophone") != ["xylophone"]
 
 
 def test_examples_are_limited_in_equal_parts_of_the_corpora(tiny):
@@ -140,37 +125,23 @@ def test_only_the_train_split_is_learnt_from(tiny, corpus):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(corpus, tmp_path, kind):
-    tokenizer = learnt([corpus], kind)
-    save(tokenizer, tmp_path)
-    text = "Where did the café sit?"
-    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert Tokenizer.load(tmp_path).ids([text]) == [expected]
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
-        == expected
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_programs_get_the_special_tokens_where_polyrank_puts_them(corpus, tmp_path, kind):
-    save(learnt([corpus], kind), tmp_path)
+def test_a_saved_one_has_the_special_tokens_in_other_programs_where_polyrank_puts_them(
+    learnt_from_rows, tmp_path, kind
+):
+    save(learnt_from_rows[kind], tmp_path)
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert learnt_from_rows[kind].convert_tokens_to_ids(names) == [0, 1, 2, 3, 4]
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     first, second = ours.ids(["where is it ?", "there !"])
     assert theirs("where is it ?")["input_ids"] == [ours.cls, *first, ours.sep]
     pair = theirs("where is it ?", "there !")["input_ids"]
     assert pair == [ours.cls, *first, ours.sep, *second, ours.sep]
+    assert (ours.pad, ours.cls, ours.sep, ours.hf.mask_token_id) == (0, 2, 3, 4)
+    assert sorted(ours.hf.all_special_ids) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocabulary", 99), ("min_frequency", 0),
-                                             ("max_examples", 0)])  # fmt: skip
-def test_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(BadInput, match=rf"tokenizer\.{name}: {value} is not allowed; allowed: "):
-        TokenizerConfig(**{name: value})
-
-
-def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus):
-    subwords = learnt([corpus], "subwords")
+def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus, learnt_from_rows):
+    subwords = learnt_from_rows["subwords"]
     assert subwords == learnt([corpus], "subwords")
     found = subwords.pieces
     assert len(found) == len(set(found)) <= 400
@@ -230,8 +201,12 @@ def test_subwords_vectors_follow_the_teachers(tiny, tmp_path):
      "no text with a subword and a teacher's vector among the first 200,000 examples"),
 ])  # fmt: skip
 def test_vectors_without_a_teacher_are_refused(tiny, rows, kind, reason):
+    corpus = tiny.corpus(rows)
     with pytest.raises(BadInput, match=re.escape(reason)):
-        learnt([tiny.corpus(rows)], kind, vectors=True, min_frequency=100)
+        learnt([corpus], kind, vectors=True, min_frequency=100)
+    if "nothing of jobs" in reason:
+        with pytest.raises(BadInput, match=re.escape(reason)):
+            estimate([corpus], TokenizerConfig(kind="subwords", vectors=True))
 
 
 def test_vectors_are_of_texts_that_the_teacher_encoded_alone(tiny):
@@ -271,17 +246,6 @@ def test_a_fit_takes_the_steps_that_an_estimate_counts(monkeypatch, texts):
     assert len(taken) == bag_steps(texts)
 
 
-def test_an_estimate_refuses_what_would_not_be_learnt_from(tiny, corpus):
-    with pytest.raises(BadInput, match="nothing of jobs"):
-        estimate([corpus], TokenizerConfig(kind="subwords", vectors=True))
-
-
-def test_teachers_of_several_lengths_are_refused(tiny):
-    corpora = [tiny.corpus(with_vectors(ROWS, (length,))) for length in (8, 4)]
-    with pytest.raises(BadInput, match="several lengths together"):
-        learnt(corpora, "subwords", vectors=True)
-
-
 def test_subwords_have_no_more_characters_than_polyais_tokenizer_finds(tiny):
     """10, the mark among them; a longer word is several pieces."""
     row = {
@@ -296,9 +260,9 @@ def test_subwords_have_no_more_characters_than_polyais_tokenizer_finds(tiny):
     assert pieces[1] == ["﹏and"]
 
 
-def test_subwords_are_bounded_and_saved(corpus, tmp_path):
+def test_subwords_are_bounded_and_saved(corpus, learnt_from_rows, tmp_path):
     assert len(learnt([corpus], "subwords", vocabulary=120)) <= 120
-    found = learnt([corpus], "subwords")
+    found = learnt_from_rows["subwords"]
     save(found, tmp_path)
     assert load_vocabulary(tmp_path) == found.pieces
     counts = json.loads((tmp_path / "counts.json").read_text())

@@ -35,7 +35,7 @@ def made(contexts, responses, others, share=0.5, seed=0, keep=100):
     return make_pairs(texts(contexts), texts(responses, keep), elsewhere, keys_R, share)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(token_lists, token_lists, st.integers(0, 20), st.integers(1, 5))
 def test_a_random_response_is_of_the_others_and_never_the_true_one(responses, others, seed, keep):
     """Also where two texts differ only beyond what is kept of them."""
@@ -46,11 +46,13 @@ def test_a_random_response_is_of_the_others_and_never_the_true_one(responses, ot
         assert is_next or text in kept
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.2, 0.9])
 def test_random_pairs_are_as_frequent_as_asked_and_come_from_everywhere(share):
     own = [[6, number % 90 + 5] for number in range(4000)]
     others = [[7, number + 5] for number in range(90)]
     pairs = made(own, own, others, share)
+    other_seed = made(own, own, others, share, seed=1)
+    assert (other_seed.is_next_R != pairs.is_next_R).any()
     assert 1 - pairs.is_next_R.mean() == pytest.approx(share, abs=0.032)  # four deviations
     swapped = [text[1] - 5 for text in second_texts(pairs) if text[0] == 7]
     assert set(swapped) == set(range(90))
@@ -69,13 +71,7 @@ def test_texts_that_are_one_anothers_permutation_are_different():
     assert {tuple(text) for text in second_texts(pairs)} == {(6, 7, 8), (8, 7, 6)}
 
 
-def test_other_seeds_swap_other_pairs():
-    own = [[number % 90 + 5] for number in range(100)]
-    found = [made(own, own, [[99]], seed=seed).is_next_R.tolist() for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
-
-
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(token_lists, token_lists, st.integers(1, 5), st.integers(0, 9), st.data())
 def test_a_batch_is_laid_out_as_the_lists_say(contexts, responses, keep, seed, data):
     size = min(len(contexts), len(responses))
@@ -95,7 +91,7 @@ def test_a_batch_is_laid_out_as_the_lists_say(contexts, responses, keep, seed, d
     assert second_B.tolist() == [len(contexts[row][-keep:]) + 2 for row in rows]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.integers(4, 40), min_size=1, max_size=80), st.integers(40, 200))
 def test_micro_batches_hold_each_row_once_within_their_tokens(lengths, tokens):
     lengths_R = np.array(lengths)
