@@ -62,8 +62,7 @@ def outputs_and_gradients(encoder, tokens):
 
 
 @pytest.mark.skipif(not use_bf16(torch.device("cpu")), reason="no bf16 here")
-@pytest.mark.parametrize("short", [5, 140])
-def test_padding_that_no_window_reaches_leaves_gradients_finite(short):
+def test_padding_that_no_window_reaches_leaves_gradients_finite():
     """Of a text of 5 tokens beside one of 150, padding behind token 69 sees no token at all."""
     torch.manual_seed(0)
     shape = Shape(architecture="modernbert", layers=3, width=32, heads=4, positions=160,
@@ -72,8 +71,8 @@ def test_padding_that_no_window_reaches_leaves_gradients_finite(short):
     encoder = copy.deepcopy(plain)
     encoder.packs = cpu.accelerate(encoder.hf)
     mask = torch.ones(2, 150, dtype=torch.bool)
-    mask[1, short:] = False
-    tokens = Tokens(torch.randint(3, 100, (2, 150)), mask, (150, short))
+    mask[1, 5:] = False
+    tokens = Tokens(torch.randint(3, 100, (2, 150)), mask, (150, 5))
     with torch.autocast("cpu", torch.bfloat16):
         ours, our_gradients = outputs_and_gradients(encoder, tokens)
     theirs, their_gradients = outputs_and_gradients(plain, tokens)
@@ -84,36 +83,30 @@ def test_padding_that_no_window_reaches_leaves_gradients_finite(short):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_outputs_and_gradients_are_those_of_the_library(
-    plain, encoder, tokens, padded, implementation
-):
+def test_outputs_and_gradients_are_those_of_the_library(plain, encoder, tokens, padded):
+    """To accelerate twice is to accelerate once."""
     if not padded:
         mask = torch.ones_like(tokens.mask_BT)
         tokens = tokens._replace(mask_BT=mask, lengths=(12, 12, 12))
     for part in (plain.train(), encoder.train()):
         set_dropout(part, 0.0)
     assert encoder.hf.config._attn_implementation == "polyrank"
+    encoder.packs = cpu.accelerate(encoder.hf)
     ours, our_gradients = outputs_and_gradients(encoder, tokens)
-    plain.hf.set_attn_implementation(implementation)
     theirs, their_gradients = outputs_and_gradients(plain, tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for name, gradient in their_gradients.items():
         torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def test_an_encoder_is_the_librarys_own_until_it_is_accelerated(plain):
+def test_an_encoder_is_the_librarys_own_until_it_is_accelerated_and_when_saved(
+    plain, encoder, tmp_path
+):
     assert plain.hf.config._attn_implementation == "sdpa"
     assert not any(type(part).__module__.startswith("pipeline") for part in plain.hf.modules())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in plain.modules())
-
-
-def test_to_accelerate_twice_is_to_accelerate_once(encoder, tokens):
-    encoder.train()
-    set_dropout(encoder, 0.0)
-    once = encoder(tokens)
-    encoder.packs = cpu.accelerate(encoder.hf)
-    assert torch.equal(encoder(tokens), once)
+    encoder.save(tmp_path)
+    assert "polyrank" not in (tmp_path / "config.json").read_text()
 
 
 def test_layers_that_are_computed_again_have_the_same_gradients(encoder, tokens):
@@ -143,7 +136,7 @@ def formula(q, k, v, mask, scale=0.3):
 
 
 @given(SIZES, st.integers(0, 1000), st.sampled_from([1, 200, 1 << 20]), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 def test_attention_without_dropout_is_the_formula_in_float64(size, seed, at_once, masked):
     """Whether its way back takes one text at a time, or all of them."""
     texts, _, length, _ = size
@@ -190,11 +183,6 @@ def test_attention_in_training_is_as_exact_as_its_numbers(dtype, scale):
     allowed = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for one, other in zip((out, *found), (wanted_out, *wanted), strict=True):
         assert (one.double() - other).norm() < allowed * other.norm()
-
-
-def test_it_is_not_what_a_saved_model_says(encoder, tmp_path):
-    encoder.save(tmp_path)
-    assert "polyrank" not in (tmp_path / "config.json").read_text()
 
 
 def test_a_dropped_share_is_zero_and_the_rest_makes_up_for_it():
@@ -293,13 +281,9 @@ def padding(texts: int, length: int, seed: int) -> torch.Tensor:
 
 
 def float64_attention(q, k, v, mask, scale):
-    q, k, v = (part.double().numpy() for part in (q, k, v))
-    logits = np.einsum("bhid,bhjd->bhij", q, k) * scale
-    if mask is not None:
-        logits = np.where(mask.numpy(), logits, -np.inf)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("bhij,bhjd->bihd", weights, v)
+    if mask is None:
+        mask = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool)
+    return formula(q.double(), k.double(), v.double(), mask, scale).transpose(1, 2).numpy()
 
 
 @pytest.fixture
@@ -315,7 +299,7 @@ def fused(monkeypatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@settings(deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99),
     st.booleans(), st.sampled_from([1, 300, 1 << 19]), st.sampled_from([None, 0.1, 1.0]),

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.explanation import attention_to_tokens, candidate_weights
 from pipeline.models.ranker import Ranker, load_ranker, new_network
 from pipeline.models.settings import BiConfig, PolyConfig
-from tests.helpers import computing_in_fp32
+
+pytestmark = pytest.mark.usefixtures("fp32")
 
 CONTEXT = ["do you sail ?", "a nurse, é 漢"]
 TEXTS = ["i paint", "rain again today", "no"]
@@ -29,9 +29,8 @@ VARIANTS = {
     "bi_mean_first_m": BiConfig(reduction="mean_first_m", reduction_m=5, **SHORT),
     "learnt": PolyConfig(**CODES),
     "learnt_scaled": PolyConfig(
-        code_attention="scaled_dot", candidate_attention="scaled_dot", **CODES
+        code_attention="scaled_dot", candidate_attention="scaled_dot", output_scaling=0.5, **CODES
     ),
-    "learnt_scaling": PolyConfig(output_scaling=0.5, **CODES),
     "first_m": PolyConfig(context_codes="first_m", m=4, **SHORT),
     "last_m": PolyConfig(context_codes="last_m", m=4, **SHORT),
     "last_m_and_first": PolyConfig(context_codes="last_m_and_first", m=4, **SHORT),
@@ -39,13 +38,6 @@ VARIANTS = {
     "code_heads": PolyConfig(code_attention="multi_head", **CODES),
     "candidate_heads": PolyConfig(candidate_attention="multi_head", **CODES),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fp32():
-    """Where the hardware has bf16, the oracle's outputs would differ in the third digit."""
-    with computing_in_fp32():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +92,14 @@ def attended_by(ranker, context=CONTEXT):
     return attention_to_tokens(ranker, *ranker.context_rows([context]))
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "code_heads"])
-def test_attention_is_that_of_the_definitions(ranker_of, name):
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "heads" not in name])
+def test_attention_is_that_of_the_definitions_and_makes_the_vectors_of_the_outputs(ranker_of, name):
     ranker = ranker_of(name)
     attended = attended_by(ranker)
-    expected = oracle_attention(ranker, outputs_of(ranker))
     assert attended.weights_MT.shape == (ranker.config.vectors_per_context, len(attended.tokens))
-    np.testing.assert_allclose(attended.weights_MT.numpy(), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "heads" not in name])
-def test_the_vectors_are_the_outputs_by_those_weights(ranker_of, name):
-    ranker = ranker_of(name)
-    weights_MT = attended_by(ranker).weights_MT.double().numpy()
+    weights_MT = attended.weights_MT.double().numpy()
+    expected = oracle_attention(ranker, outputs_of(ranker))
+    np.testing.assert_allclose(weights_MT, expected, rtol=0, atol=1e-5)
     (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
     ours = (weights_MT @ outputs_of(ranker))[mask_M.numpy()]
     np.testing.assert_allclose(ours, vectors_MD[mask_M].numpy(), rtol=1e-4, atol=1e-5)
@@ -137,13 +124,16 @@ def test_heads_are_averaged(ranker_of):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "candidate_heads"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_weights_times_products_are_the_rankers_scores(ranker_of, name):
     ranker = ranker_of(name)
     (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
     candidates_CD = inference.candidate_vectors(ranker, TEXTS)
     weights_CM = candidate_weights(ranker, vectors_MD, mask_M, candidates_CD)
     np.testing.assert_allclose(weights_CM.sum(dim=1), 1.0, rtol=0, atol=1e-5)
+    if name == "candidate_heads":  # the mean over its heads
+        assert weights_CM.shape == (len(TEXTS), len(vectors_MD))
+        return
     assert not weights_CM[:, ~mask_M].any()
     logits_CM = candidates_CD.double().numpy() @ vectors_MD.double().numpy().T
     with torch.inference_mode():
@@ -155,16 +145,6 @@ def test_weights_times_products_are_the_rankers_scores(ranker_of, name):
         scaled = logits_CM * vectors_MD.shape[1] ** -0.5
     expected = softmax(np.where(mask_M.numpy(), scaled, -np.inf))
     np.testing.assert_allclose(weights_CM.numpy(), expected, rtol=0, atol=1e-5)
-
-
-def test_weights_of_heads_add_up_to_1(ranker_of):
-    ranker = ranker_of("candidate_heads")
-    (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
-    weights_CM = candidate_weights(
-        ranker, vectors_MD, mask_M, inference.candidate_vectors(ranker, TEXTS)
-    )
-    assert weights_CM.shape == (len(TEXTS), len(vectors_MD))
-    np.testing.assert_allclose(weights_CM.sum(dim=1), 1.0, rtol=0, atol=1e-5)
 
 
 @given(seed=st.integers(0, 2**31), length=st.integers(1, 9), pads=st.integers(0, 4))
@@ -188,12 +168,6 @@ def test_tokens_are_the_rows_pieces(ranker_of):
     assert tokens == ["[CLS]", " a", " b", " [SEP]"]
     long = attended_by(ranker, ["x" * 500]).tokens
     assert len(long) == ranker.config.max_context_tokens
-
-
-def test_a_cross_encoder_is_refused(tiny_ranker):
-    ranker = load_ranker(Path(tiny_ranker("cross").uri))
-    with pytest.raises(BadInput, match="'cross' has no candidate vectors; allowed: bi, poly"):
-        attended_by(ranker)
 
 
 def test_a_cut_changes_no_attention(tiny_ranker):

@@ -97,14 +97,6 @@ def test_a_known_gpu_is_not_measured_and_another_one_is(monkeypatch):
     assert peak_flops(gpu, "bf16") == (1.0, "measured")
 
 
-def test_a_cpu_is_measured(monkeypatch):
-    monkeypatch.setattr(flops, "_MEASURED_SECONDS", 0.01)
-    monkeypatch.setattr(flops, "_MEASURED_SIZE", {"cpu": 256})
-    found = peak_flops(torch.device("cpu"), "fp32")
-    assert found.source == "measured"
-    assert 1e8 < found.flops < 1e14  # of any CPU of these decades
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_makes_less_than_its_stated_peak(monkeypatch):

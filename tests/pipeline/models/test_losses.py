@@ -38,16 +38,6 @@ def cases(draw):
 
 
 @given(cases())
-def test_loss_is_softmax_cross_entropy_over_the_columns_that_count(case):
-    scores, labels, keys = case
-    label_B = torch.tensor(labels)
-    excluded = false_negatives(torch.tensor(keys)[:, None], label_B)
-    loss = ranking_loss(torch.tensor(scores), label_B, excluded)
-    expected = oracle_loss(scores.astype(np.float64), labels, excluded.numpy())
-    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-@given(cases())
 def test_false_negatives_are_other_columns_with_the_right_text(case):
     _, labels, keys = case
     expected = [
@@ -55,26 +45,6 @@ def test_false_negatives_are_other_columns_with_the_right_text(case):
         for label in labels
     ]
     assert false_negatives(torch.tensor(keys)[:, None], torch.tensor(labels)).tolist() == expected
-
-
-def test_a_response_that_occurs_twice_is_not_pushed_away():
-    scores = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    label_B = torch.arange(3)
-    excluded = false_negatives(torch.tensor([[7], [8], [7]]), label_B)
-    ranking_loss(scores, label_B, excluded).backward()
-    pushed = scores.grad > 0
-    assert pushed.tolist() == [
-        [False, True, False],
-        [True, False, True],
-        [False, True, False],
-    ]
-    assert scores.grad[0, 2] == scores.grad[2, 0] == 0
-
-
-def test_batch_of_one_text_only_costs_nothing():
-    label_B = torch.arange(4)
-    excluded = false_negatives(torch.zeros(4, 1, dtype=torch.long), label_B)
-    assert ranking_loss(torch.randn(4, 4), label_B, excluded).item() == 0
 
 
 @pytest.mark.shared
@@ -139,23 +109,8 @@ def test_margin_mse_is_that_of_the_margins_that_are_known(case):
     assert student.grad.isfinite().all()
 
 
-def test_a_student_like_its_teacher_has_nothing_to_learn():
-    scores = torch.tensor([[3.0, 1.0, -2.0]])
-    assert distillation_kl(scores + 5, scores, 2.0).item() == pytest.approx(0, abs=1e-6)
-    assert margin_mse(scores + 5, scores).item() == pytest.approx(0, abs=1e-6)
-
-
-@given(cases(), st.sampled_from([0.1, 0.2]))
-def test_smoothing_is_torchs_where_all_columns_count(case, smoothing):
-    scores, labels, _ = case
-    given_scores, label_B = torch.from_numpy(scores), torch.tensor(labels)
-    expected = torch.nn.functional.cross_entropy(given_scores, label_B, label_smoothing=smoothing)
-    found = ranking_loss(given_scores, label_B, smoothing=smoothing)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@given(cases(), st.integers(0, 99))
-def test_smoothing_leaves_out_what_does_not_count_and_rows_that_do_not(case, seed):
+@given(cases(), st.integers(0, 99), st.sampled_from([0.0, 0.2]))
+def test_loss_leaves_out_columns_and_rows_that_do_not_count(case, seed, smoothing):
     scores, labels, keys = case
     label_B = torch.tensor(labels)
     excluded_BC = false_negatives(torch.tensor(keys)[:, None], label_B)
@@ -165,7 +120,7 @@ def test_smoothing_leaves_out_what_does_not_count_and_rows_that_do_not(case, see
         kept = (~out).nonzero().flatten()
         alone = torch.from_numpy(row)[kept][None]
         place = torch.tensor([kept.tolist().index(label)])
-        one = torch.nn.functional.cross_entropy(alone, place, label_smoothing=0.2)
+        one = torch.nn.functional.cross_entropy(alone, place, label_smoothing=smoothing)
         total += one.item() * counts.item()
-    found = ranking_loss(torch.from_numpy(scores), label_B, excluded_BC, 0.2, counted_B)
+    found = ranking_loss(torch.from_numpy(scores), label_B, excluded_BC, smoothing, counted_B)
     assert found.item() == pytest.approx(total / len(labels), rel=1e-4, abs=1e-5)

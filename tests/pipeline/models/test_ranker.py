@@ -26,39 +26,33 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
+from pipeline.models.encoder import Encoder, freeze, shorten
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.settings import BiConfig, PolyConfig, Shape, ranker_config
+from pipeline.models.settings import PolyConfig, Shape, ranker_config
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
 TEXTS = ["w9 w10", "w1", "w11 w12 w13"]
 KINDS = {
-    "bi": {"architecture": "bi"},
     "bi_shared": {"architecture": "bi", "share_towers": True, "reduction": "first"},
     "poly": {"architecture": "poly", "output_scaling": 0.5, "candidate_attention": "scaled_dot"},
-    "poly_first_m": {"architecture": "poly", "context_codes": "first_m"},
     "poly_heads": {
         "architecture": "poly", "code_attention": "multi_head", "candidate_attention": "multi_head",
     },
     "poly_projected": {"architecture": "poly", "context_codes": "last_m", "projection": 8},
     "poly_projected_shared": {"projection": 8, "share_towers": True, "context_codes": "last_m"},
-    "poly_shared": {"architecture": "poly", "share_towers": True},
     "cross": {"architecture": "cross"},
     "cross_pooler": {"architecture": "cross", "pooler": True},
 }  # fmt: skip
 _FOUR = [f"{layer}.{part}" for layer in "qkvo" for part in ("weight", "bias")]
 HEADS = {
-    "bi": set(),
     "bi_shared": set(),
     "poly": {"codes_MD"},
-    "poly_first_m": set(),
     "poly_heads": {
         "codes_MD", *(f"{side}_heads.{name}" for side in ("code", "candidate") for name in _FOUR)
     },
     "poly_projected": {"context_projection.weight", "candidate_projection.weight"},
     "poly_projected_shared": {"context_projection.weight"},
-    "poly_shared": {"codes_MD"},
     "cross": {"score.weight", "score.bias"},
     "cross_pooler": {"pooler.weight", "pooler.bias", "score.weight", "score.bias"},
 }  # fmt: skip
@@ -90,59 +84,36 @@ def refusal(call, *arguments):
     return message
 
 
-@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_ranker_scores_as_the_saved_one(tiny, tmp_path, encoder, kind):
-    ranker = tiny.ranker(encoder, **KINDS[kind])
+def test_loaded_ranker_scores_as_the_saved_one(tiny, tmp_path, kind):
+    """From a directory of safetensors and JSON alone; its towers load without polyrank."""
+    ranker = tiny.ranker("modernbert" if kind == "poly" else "bert", **KINDS[kind])
     ranker.save(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    with safe_open(tmp_path / "head.safetensors", "pt") as head:
+        assert set(head.keys()) == HEADS[kind]
     loaded = load_ranker(tmp_path)
     assert loaded.config == ranker.config
     assert torch.equal(scores(loaded), scores(ranker))
     assert scores(ranker).unique().numel() == 9
     assert not any(module.training for module in loaded.modules())
+    towers = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(towers) == (1 if "cross" in kind or "shared" in kind else 2)
+    if "shared" in kind:
+        assert loaded.dual.context_encoder is loaded.dual.candidate_encoder
+    for tower in towers:
+        plain = AutoModel.from_pretrained(tower, use_safetensors=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(tower)
+        (row,) = ranker.candidate_rows(["w1 w2 w3"])
+        assert tokenizer("w1 w2 w3", add_special_tokens=False)["input_ids"] == row[1:-1]
+        with torch.no_grad():
+            theirs = plain(input_ids=torch.tensor([row])).last_hidden_state
+            ours = getattr(ranker.network, tower.name)(ranker.tokenizer.batch([row]))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_directory_holds_safetensors_and_json_only(saved, kind):
-    folder = saved(**KINDS[kind])
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".json", ".safetensors"}
-    with safe_open(folder / "head.safetensors", "pt") as head:
-        assert set(head.keys()) == HEADS[kind]
-    towers = {path.name for path in folder.iterdir() if path.is_dir()}
-    if "cross" in kind:
-        assert towers == {"encoder"}
-    elif "shared" in kind:
-        assert towers == {"context_encoder"}
-    else:
-        assert towers == {"context_encoder", "candidate_encoder"}
-
-
-@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
-@pytest.mark.parametrize("tower", ["context_encoder", "candidate_encoder"])
-def test_towers_load_without_polyrank(tiny, tmp_path, encoder, tower):
-    ranker = tiny.ranker(encoder, architecture="poly")
-    ranker.save(tmp_path)
-    plain = AutoModel.from_pretrained(tmp_path / tower, use_safetensors=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / tower)
-    rows = ranker.candidate_rows(["w1 w2 w3"])
-    assert tokenizer("w1 w2 w3", add_special_tokens=False)["input_ids"] == rows[0][1:-1]
-    with torch.no_grad():
-        theirs = plain(input_ids=torch.tensor(rows)).last_hidden_state
-        ours = getattr(ranker.network, tower)(ranker.tokenizer.batch(rows))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
-def test_towers_start_equal_and_are_two_models(tiny):
-    config = BiConfig(max_context_tokens=24, max_candidate_tokens=12)
-    ranker = new_ranker(config, tiny.encoder_folder(), 0)
-    own, other = ranker.dual.context_encoder, ranker.dual.candidate_encoder
-    for left, right in zip(own.parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right)
-        assert left is not right
-
-
-@pytest.mark.parametrize("start", ["bi", "poly_shared"])
+@pytest.mark.parametrize("start", ["poly", "bi_shared"])
 def test_a_ranker_s_towers_are_what_another_starts_from(saved, start):
     folder = saved(**KINDS[start])
     ranker = load_ranker(folder)
@@ -160,54 +131,44 @@ def test_a_ranker_s_towers_are_what_another_starts_from(saved, start):
         assert all(torch.equal(left, right) for left, right in pairs)
 
 
-def test_shared_towers_are_one_model_also_when_loaded(saved):
-    dual = load_ranker(saved(**KINDS["poly_shared"])).dual
-    assert dual.context_encoder is dual.candidate_encoder
-
-
 def test_new_head_follows_from_the_seed(tiny):
+    """Both towers start from the same weights and are two models."""
     config = PolyConfig(m=500, code_init_std=0.3, max_context_tokens=24, max_candidate_tokens=12)
-    codes = [new_ranker(config, tiny.encoder_folder(), seed).dual.codes_MD for seed in (1, 1, 2)]
+    rankers = [new_ranker(config, tiny.encoder_folder(), seed) for seed in (1, 1, 2)]
+    towers = rankers[0].dual.context_encoder, rankers[0].dual.candidate_encoder
+    for left, right in zip(*(tower.parameters() for tower in towers), strict=True):
+        assert torch.equal(left, right) and left is not right
+    codes = [ranker.dual.codes_MD for ranker in rankers]
     assert torch.equal(codes[0], codes[1])
     assert not torch.equal(codes[0], codes[2])
     assert codes[0].shape == (500, 16)
     assert codes[0].std().item() == pytest.approx(0.3, rel=0.05)
 
 
-def test_contexts_and_candidates_are_cut_by_the_settings(tiny):
-    ranker = tiny.ranker(max_context_tokens=4, max_candidate_tokens=3)
-    assert ranker.context_rows([["w1", "w2 w3"]]) == [[2, 7, 8, 3]]
-    assert ranker.candidate_rows(["w1 w2 w3"]) == [[2, 6, 3]]
-
-
-@pytest.mark.parametrize("name", ["ranker.json", "context_encoder/tokenizer.json",
-                                  "context_encoder/config.json",
-                                  "candidate_encoder/model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "ranker.json", "context_encoder/tokenizer.json", "context_encoder/config.json",
+    "candidate_encoder/model.safetensors", "head.safetensors",
+])  # fmt: skip
 def test_missing_file_is_named(saved, name):
     folder = saved(architecture="poly")
     (folder / name).unlink()
     message = refusal(load_ranker, folder)
     assert str(folder) in message
-    assert "is missing" in message
+    assert "is missing" in message or "codes_MD" in message
 
 
-@pytest.mark.parametrize("name", ["context_encoder/model.safetensors", "head.safetensors"])
-@pytest.mark.parametrize("cut", [0, 100, -50])
+@pytest.mark.parametrize(("name", "cut"), [("context_encoder/model.safetensors", -50),
+                                           ("head.safetensors", 0), ("head.safetensors", 100),
+                                           ("ranker.json", 0), ("ranker.json", 1)])  # fmt: skip
 def test_broken_weights_are_refused(saved, name, cut):
     path = saved(architecture="poly") / name
     path.write_bytes(path.read_bytes()[:cut])
     assert str(path.parent) in refusal(load_ranker, path.parents[name.count("/")])
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {},
-        {"codes_MD": torch.zeros(5, 16)},
-        {"codes": torch.zeros(4, 16)},
-        {"codes_MD": torch.zeros(4, 16), "more": torch.zeros(1)},
-    ],
-)
+@pytest.mark.parametrize("tensors", [
+    {"codes_MD": torch.zeros(5, 16)}, {"codes_MD": torch.zeros(4, 16), "more": torch.zeros(1)},
+])  # fmt: skip
 def test_head_of_another_shape_is_refused(saved, tensors):
     folder = saved(architecture="poly")
     save_file(tensors, folder / "head.safetensors")
@@ -215,7 +176,7 @@ def test_head_of_another_shape_is_refused(saved, tensors):
 
 
 @pytest.mark.parametrize(("saved_as", "said"), [
-    ("bi", "poly"), ("poly", "bi"), ("poly", "cross"), ("cross", "poly"),
+    ("poly", "bi"), ("poly", "cross"), ("cross", "poly"),
 ])  # fmt: skip
 def test_checkpoint_of_another_architecture_is_refused(saved, saved_as, said):
     folder = saved(architecture=saved_as)
@@ -241,25 +202,9 @@ def test_a_model_that_also_decodes_is_refused(tmp_path):
     assert "BartModel is no encoder" in refusal(Encoder.load, tmp_path)
 
 
-def test_missing_head_is_refused(saved):
-    folder = saved(architecture="cross")
-    (folder / "head.safetensors").unlink()
-    assert "score.weight" in refusal(load_ranker, folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"m": "many"},
-        {"m": 0},
-        {"unknown": 1},
-        {"architecture": "other"},
-        {"code_attention": "cosine"},
-        {"candidate_attention": "cosine"},
-        {"context_codes": "every_m"},
-        {"reduction": "max"},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"m": "many"}, {"m": 0}, {"unknown": 1}, {"architecture": "other"}, {"reduction": "max"},
+])  # fmt: skip
 def test_settings_that_this_version_does_not_know_are_refused(saved, change):
     """A newer polyrank's ranker must not be scored as if it were something else."""
     path = saved(architecture="poly") / "ranker.json"
@@ -268,30 +213,19 @@ def test_settings_that_this_version_does_not_know_are_refused(saved, change):
     assert name in refusal(load_ranker, path.parent)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
-def test_settings_that_are_no_json_object_are_refused(saved, text):
-    path = saved(architecture="poly") / "ranker.json"
-    path.write_text(text)
-    assert "ranker.json" in refusal(load_ranker, path.parent)
-
-
 @pytest.mark.parametrize("config", [
     {"architecture": "bi", "max_context_tokens": 65},
     {"architecture": "poly", "max_context_tokens": 24, "max_candidate_tokens": 65},
     {"architecture": "cross", "max_context_tokens": 40, "max_candidate_tokens": 26},
 ])  # fmt: skip
 def test_more_tokens_than_positions_are_refused(tiny, config):
+    """A cross-encoder's pair has one [CLS]: its two limits may add up to 65."""
     message = refusal(new_ranker, ranker_config(config), tiny.encoder_folder(), 0)
     assert "65" in message
     assert "at most 64" in message
-
-
-def test_cross_encoder_uses_all_positions(tiny):
-    """[CLS] and [SEP] of the candidate's row: only one of them is in the pair."""
     ranker = tiny.ranker(architecture="cross", max_context_tokens=40, max_candidate_tokens=25)
     long = " ".join(["w1"] * 100)
-    (scores,) = inference.pair_scores(ranker, [[long]], [[long]])
-    assert scores.isfinite().all()
+    assert inference.pair_scores(ranker, [[long]], [[long]])[0].isfinite().all()
 
 
 def test_positions_of_a_roberta_leave_out_those_before_its_first(tmp_path):
@@ -301,11 +235,6 @@ def test_positions_of_a_roberta_leave_out_those_before_its_first(tmp_path):
                            max_position_embeddings=20, pad_token_id=1)  # fmt: skip
     RobertaModel(config).save_pretrained(tmp_path)
     assert Encoder.load(tmp_path).positions == 18
-
-
-def test_encoder_without_tokenizer_is_refused(tiny, tmp_path):
-    tiny.encoder().save(tmp_path)
-    assert "tokenizer.json is missing" in refusal(new_ranker, PolyConfig(), tmp_path, 0)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0", "trunc'])
@@ -355,22 +284,6 @@ def test_weights_that_lack_a_tensor_are_refused(tiny, tmp_path):
     tensors.pop("encoder.layer.1.output.dense.weight")
     save_file(tensors, path, {"format": "pt"})
     assert "encoder.layer.1.output.dense.weight" in refusal(Encoder.load, tmp_path)
-
-
-@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
-def test_dropout_of_a_loaded_model_can_be_changed(tiny, tmp_path, encoder):
-    ranker = tiny.ranker(encoder, architecture="bi").train()
-    tokens = ranker.tokenizer.batch([[2, 7, 8, 9, 3]])
-
-    def twice():
-        return [ranker.dual.encode_candidates(tokens) for _ in range(2)]
-
-    assert not torch.equal(*twice())
-    set_dropout(ranker.network, 0.0)
-    assert torch.equal(*twice())
-    ranker.save(tmp_path)
-    again = load_ranker(tmp_path).train()
-    assert not torch.equal(*(again.dual.encode_candidates(tokens) for _ in range(2)))
 
 
 @pytest.mark.parametrize("pooler", [False, True])

@@ -85,23 +85,6 @@ def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further()
     )
 
 
-def test_what_needs_vectors_and_what_needs_pairs_is_refused_by_name():
-    with pytest.raises(BadInput, match=r"architecture: 'cross' .*; allowed: bi, poly"):
-        CrossConfig().require_vectors()
-    with pytest.raises(BadInput, match=r"architecture: 'poly' .*; allowed: cross"):
-        PolyConfig().require_pairs()
-    PolyConfig().require_vectors()
-    CrossConfig().require_pairs()
-
-
-def test_a_field_stands_only_where_it_means_something():
-    names = {kind: {f.name for f in dataclasses.fields(kind)} for kind in
-             (BiConfig, PolyConfig, CrossConfig)}  # fmt: skip
-    assert "m" in names[PolyConfig] - names[BiConfig] - names[CrossConfig]
-    assert "pooler" in names[CrossConfig] - names[BiConfig] - names[PolyConfig]
-    assert "projection" in names[BiConfig] & names[PolyConfig] - names[CrossConfig]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FourthConfig(DualConfig):
     """An architecture to come."""
@@ -152,6 +135,7 @@ def test_no_other_module_asks_which_architecture_a_ranker_has():
     assert wrong == []
 
 
-def test_settings_need_no_torch():
-    code = "import sys, pipeline.models.settings; assert 'torch' not in sys.modules"
+def test_settings_need_no_torch_and_precisions_no_transformers():
+    code = ("import sys, pipeline.models.settings; assert 'torch' not in sys.modules; "
+            "import pipeline.models.precision; assert 'transformers' not in sys.modules")  # fmt: skip
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
