@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -244,14 +244,6 @@ def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return scaled.view(*left.shape[:2], *scaled.shape[1:])
 
 
-@runtime_checkable
-class HasPackedForm(Protocol):
-    """A module that knows a faster form of itself."""
-
-    def pack(self) -> nn.Module:
-        """The faster form, for inference in bf16 on a CPU."""
-
-
 class PackedLinear(nn.Module):
     """activation(x Wᵀ + b) for inference in bf16. With weights that are laid out once, and GELU in the
     product, all-MiniLM takes a fifth less time."""
@@ -271,7 +263,7 @@ def _pack_layers(part: Any) -> None:
     # Behind a layer of BERT's stands its activation.
     fused = isinstance(getattr(part, "intermediate_act_fn", None), GELUActivation)
     for name, child in part.named_children():
-        if isinstance(child, HasPackedForm):
+        if hasattr(child, "pack"):  # it knows its fast form
             setattr(part, name, child.pack())
         elif type(child) is nn.Linear:
             activation: Activation = "gelu" if fused else "none"

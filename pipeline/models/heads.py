@@ -25,15 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.config import BadInput
+from pipeline.config import require
 from pipeline.models.encoder import Encoder
-from pipeline.models.settings import (
-    Attention,
-    CrossConfig,
-    DualConfig,
-    PolyConfig,
-    Reduction,
-)
+from pipeline.models.settings import Attention, CrossConfig, DualConfig, PolyConfig, Reduction
 from pipeline.models.tokens import Tokens
 
 
@@ -274,9 +268,8 @@ class MultiHead(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         """Raises BadInput where `heads` do not divide `width`."""
         super().__init__()
-        if width % heads:
-            raise BadInput(f"ranker.attention_heads: {heads} is not allowed; allowed: a divisor of "
-                           f"{width}, the vectors' width")  # fmt: skip
+        require(width % heads == 0, "ranker.attention_heads", heads,
+                f"a divisor of {width}, the vectors' width")  # fmt: skip
         self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         for layer in (self.q, self.k, self.v, self.o):
@@ -350,14 +343,11 @@ class DualEncoder(VectorNetwork):
                 self.context_projection if shared else copy.deepcopy(self.context_projection)
             )
         self.full_width = config.projection or width
-        for name, value, limit in (
-            ("projection", config.projection, width),
-            ("matryoshka", max(config.matryoshka, default=0), self.full_width - 1),
-        ):
-            if value > limit:
-                raise BadInput(f"ranker.{name}: {value} is not allowed; allowed: at most {limit}, with "
-                               f"vectors of {self.full_width if name == 'matryoshka' else width} "
-                               "dimensions")  # fmt: skip
+        require(config.projection <= width, "ranker.projection", config.projection,
+                f"at most {width}, with vectors of {width} dimensions")  # fmt: skip
+        widest = max(config.matryoshka, default=0)
+        require(widest < self.full_width, "ranker.matryoshka", widest,
+                f"at most {self.full_width - 1}, with vectors of {self.full_width} dimensions")  # fmt: skip
 
     @property
     def dimensions(self) -> int:
@@ -479,9 +469,8 @@ class PolyEncoder(DualEncoder):
         if config.candidate_attention == "multi_head":
             candidate_heads = MultiHead(self.full_width, heads)
         self.codes_MD, self.code_heads, self.candidate_heads = codes_MD, code_heads, candidate_heads
-        self._code_attention: Attention = (
-            "scaled_dot" if config.code_attention == "scaled_dot" else "dot"
-        )
+        scales = config.code_attention == "scaled_dot"
+        self._code_attention: Attention = "scaled_dot" if scales else "dot"
 
     def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.codes_MD is None:

@@ -151,20 +151,20 @@ class Ranker(nn.Module):
         return min(tower.positions for tower in _towers(self.network, self.config).values())
 
     def context_rows(self, contexts: Sequence[Sequence[str]]) -> list[list[int]]:
-        if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            config = self.config
+        config = self.config
+        if isinstance(config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
             return self.tokenizer.contexts(
                 contexts, config.max_context_tokens, config.context_prompt, config.context_keeps
             )
-        return self.tokenizer.contexts(contexts, self.config.max_context_tokens)
+        return self.tokenizer.contexts(contexts, config.max_context_tokens)
 
     def candidate_rows(self, texts: Sequence[str]) -> list[list[int]]:
-        if isinstance(self.config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            config = self.config
+        config = self.config
+        if isinstance(config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
             return self.tokenizer.candidates(
                 texts, config.max_candidate_tokens, config.candidate_prompt, config.candidate_keeps
             )
-        return self.tokenizer.candidates(texts, self.config.max_candidate_tokens)
+        return self.tokenizer.candidates(texts, config.max_candidate_tokens)
 
     def pairs(
         self, contexts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]

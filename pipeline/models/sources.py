@@ -24,11 +24,16 @@ from pipeline.artifact import (
     open_artifact,
 )
 from pipeline.config import BadInput, require
-from pipeline.models.settings import SETTINGS, read_settings
+from pipeline.models.settings import SETTINGS, Reduction, read_settings
 from pipeline.storage import fingerprints, node_cache
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """A file in every directory that sentence-transformers saved."""
+REDUCTIONS: dict[str, Reduction] = {
+    "cls": "first", "mean": "mean",
+    "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean",
+}  # fmt: skip
+"""Of the names that its Pooling has: in newer versions a mode, in older ones a flag for each."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.txt"]
 
 
@@ -164,8 +169,7 @@ def read_modules(folder: Path) -> tuple[str, list[str]]:
         return "", []  # only its encoder is used
     flags = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     mode = config.get("pooling_mode") or (flags[0] if len(flags) == 1 else "several")
-    names = {"cls": "first", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
-    return names.get(str(mode), str(mode)), kinds[kinds.index("Pooling") + 1 :]
+    return REDUCTIONS.get(str(mode)) or str(mode), kinds[kinds.index("Pooling") + 1 :]
 
 
 def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[str, Any]]:

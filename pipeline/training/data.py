@@ -325,14 +325,16 @@ def right_answers(
     return [RightAnswers(sets) for sets in sets_of_rows]
 
 
-class _Batch:
-    """Tensors and tokens of a step."""
+class TensorBatch:
+    """The base of dataclasses whose fields are tokens and tensors, or None."""
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        values = vars(self).values()
-        return type(self)(
-            *(v.map_tensors(change) if isinstance(v, Tokens) else change(v) for v in values)
-        )
+        changed = {
+            name: value.map_tensors(change) if isinstance(value, Tokens) else change(value)
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return type(self)(**{**vars(self), **changed})
 
     def to(self, device: torch.device) -> Self:
         """The batch on a device; from pinned memory the copy does not wait."""
@@ -344,7 +346,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class DualBatch(_Batch):
+class DualBatch(TensorBatch):
     """Contexts and their responses; row i answers row i."""
 
     contexts: Tokens
@@ -380,7 +382,7 @@ class DualBatch(_Batch):
 
 
 @dataclass(frozen=True)
-class PairBatch(_Batch):
+class PairBatch(TensorBatch):
     """Contexts, each with C candidates, as B · C pairs."""
 
     pairs: Tokens

@@ -21,7 +21,7 @@ V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypedDict
@@ -34,7 +34,7 @@ from torch import Tensor
 from pipeline.arrays import Bools, Floats, Ints, Keys
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.training.data import Epoch, Rows, prefetch
+from pipeline.training.data import Epoch, Rows, TensorBatch, prefetch
 from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
@@ -67,13 +67,18 @@ def derive_keys(keys: Keys, numbers: int | Ints) -> Keys:
     return hash_keys(keys + counters * _GOLDEN)
 
 
+def key_of(*numbers: int) -> Keys:
+    """A key of its own for each sequence of numbers, uint64 [1]."""
+    key: Keys = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = derive_keys(key, number)
+    return key
+
+
 def example_keys(seed: int, corpus: int, epoch: int, places_R: Ints) -> Keys:
     """One key per example and epoch, uint64 [R]; `places_R` are the examples' places in the
     order of the epoch."""
-    keys: Keys = np.zeros(1, np.uint64)
-    for number in (seed, corpus, epoch):
-        keys = derive_keys(keys, number)
-    return derive_keys(keys, places_R)
+    return derive_keys(key_of(seed, corpus, epoch), places_R)
 
 
 def uniform(keys: Keys) -> Floats:
@@ -215,12 +220,8 @@ def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, In
         places_T <= context_length_B[:, None], from_context_B[:, None], from_second_B[:, None]
     )
     ids_BT: Ints = pairs.contexts.ids_F.take(source_BT, mode="clip").astype(np.int64)
-    ids_BT[places_T >= lengths_B[:, None]] = vocabulary.pad
-    number_B = np.arange(len(rows_B))
-    ids_BT[:, 0] = vocabulary.cls
-    ids_BT[number_B, ends_B] = vocabulary.sep
-    ids_BT[number_B, lengths_B - 1] = vocabulary.sep
-    return ids_BT, lengths_B, ends_B + 1
+    ids_BT[np.arange(len(rows_B)), ends_B] = vocabulary.sep
+    return _framed(ids_BT, lengths_B, vocabulary), lengths_B, ends_B + 1
 
 
 def layout_single_texts(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints]:
@@ -231,13 +232,16 @@ def layout_single_texts(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> t
     )
     lengths = text_lengths + 2
     places_T = np.arange(lengths.max())
-    ids: Ints = pairs.contexts.ids_F.take(starts[:, None] + places_T - 1, mode="clip").astype(
-        np.int64
-    )
-    ids[places_T >= lengths[:, None]] = vocabulary.pad
-    ids[:, 0] = vocabulary.cls
-    ids[np.arange(len(ids)), lengths - 1] = vocabulary.sep
-    return ids, lengths
+    ids = pairs.contexts.ids_F.take(starts[:, None] + places_T - 1, mode="clip").astype(np.int64)
+    return _framed(ids, lengths, vocabulary), lengths
+
+
+def _framed(ids_BT: Ints, lengths_B: Ints, vocabulary: Vocabulary) -> Ints:
+    """[CLS] at the beginning, [SEP] as the last of so many tokens, and padding behind it; in place."""
+    ids_BT[np.arange(ids_BT.shape[1]) >= lengths_B[:, None]] = vocabulary.pad
+    ids_BT[:, 0] = vocabulary.cls
+    ids_BT[np.arange(len(ids_BT)), lengths_B - 1] = vocabulary.sep
+    return ids_BT
 
 
 # Masks
@@ -443,7 +447,7 @@ LaneCursor = dict[str, LanePosition]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(TensorBatch):
     """Pairs that are computed at once, and the tokens to predict in them."""
 
     tokens: Tokens
@@ -479,19 +483,6 @@ class MicroBatch:
     def model_inputs(self) -> tuple[Tokens, *tuple[Tensor | None, ...]]:
         """The arguments of `PretrainingModel`."""
         return self.tokens, self.predicted_N, self.labels_N, self.is_next_B, self.answer_keys_BS
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The batch on a device; from pinned memory the copy does not wait."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin(self) -> MicroBatch:
-        """The batch in pinned memory, from which a copy to a GPU does not wait."""
-        return self._map_tensors(lambda tensor: tensor.pin_memory())
-
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        _, *tensors = self.model_inputs
-        changed = (None if tensor is None else change(tensor) for tensor in tensors)
-        return MicroBatch(self.tokens.map_tensors(change), *changed)
 
 
 @dataclass(frozen=True)
@@ -626,10 +617,8 @@ class PretrainingBatches:
 
     def _draw_corpus(self, lane: int, step: int) -> int:
         """Which corpus a lane's micro-batch comes from."""
-        key = np.zeros(1, np.uint64)
-        for number in (_MIX, self._seed, lane, step):
-            key = derive_keys(key, number)
-        place = int(np.searchsorted(self._shares, uniform(key)[0], side="right"))
+        drawn = uniform(key_of(_MIX, self._seed, lane, step))[0]
+        place = int(np.searchsorted(self._shares, drawn, side="right"))
         return min(place, len(self._readers) - 1)
 
     def _micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:

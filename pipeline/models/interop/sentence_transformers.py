@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,16 +48,10 @@ from pipeline.models.encoder import Encoder, read_weights
 from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
 from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
-from pipeline.models.sources import Prompts, read_prompts
+from pipeline.models.sources import REDUCTIONS, Prompts, read_prompts
 from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
 
 _POOLING = {"first": "cls", "mean": "mean"}
-_REDUCTIONS: dict[str, Reduction] = {
-    "cls": "first",
-    "mean": "mean",
-    "pooling_mode_cls_token": "first",
-    "pooling_mode_mean_tokens": "mean",
-}
 _HAS_TANH = {"Identity": False, "Tanh": True}
 _ACTIVATIONS = {
     name: f"torch.nn.modules.activation.{layer}"
@@ -153,9 +147,8 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
             metadata.get("truncate_dim"), "null: all dimensions")  # fmt: skip
     # The library's default compares cosines: then vectors have length 1, also where the model leaves them.
     similarity = metadata.get("similarity_fn_name") or "cosine"
-    require(
-        similarity in ("cosine", "dot"), f"{path}: similarity_fn_name", similarity, "cosine, dot"
-    )
+    name = f"{path}: similarity_fn_name"
+    require(similarity in ("cosine", "dot"), name, similarity, "cosine, dot")
     chain = chain if similarity == "dot" else replace(chain, length=1.0)
     return _bi([chain], lengths)
 
@@ -239,7 +232,7 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
         require(config.get("norm_eps", 1e-5) == 1e-5, f"{transformer.folder}: norm_eps",
                 config.get("norm_eps"), "1e-05")  # fmt: skip
         weights["pooler_norm.weight"] = saved_weights["head.norm.weight"]
-        settings["head"] = _REDUCTIONS[config["classifier_pooling"]]
+        settings["head"] = REDUCTIONS[config["classifier_pooling"]]
     return _pair_ranker(transformer, weights, lengths, **settings)
 
 
@@ -294,13 +287,11 @@ def _chain(folder: Path) -> _Chain:
     if not path.exists():
         raise BadInput(f"{folder}: not of sentence-transformers (modules.json is missing)")
     library = "sentence_transformers."
-    modules = [
-        (
-            name.split(".")[-1] if (name := entry["type"]).startswith(library) else name,
-            folder / entry["path"],
-        )
-        for entry in _json(path)
-    ]
+    modules = []
+    for entry in _json(path):
+        kind = entry["type"]
+        kind = kind.split(".")[-1] if kind.startswith(library) else kind
+        modules.append((kind, folder / entry["path"]))
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
@@ -345,9 +336,9 @@ def _reduction(folder: Path) -> Reduction:
     default = [name for name, on in switches.items() if on is True] if switches else "mean"
     modes = config.get("pooling_mode") or default
     modes = [modes] if isinstance(modes, str) else modes
-    if len(modes) != 1 or modes[0] not in _REDUCTIONS:
+    if len(modes) != 1 or modes[0] not in REDUCTIONS:
         raise BadInput(f"{folder}: {', '.join(modes) or 'none'} is not allowed; allowed: cls, mean")
-    return _REDUCTIONS[modes[0]]
+    return REDUCTIONS[modes[0]]
 
 
 def _dense(folder: Path) -> _Dense:
@@ -413,20 +404,21 @@ def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
     if config.reduction not in _POOLING:
         raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
                        f"allowed: {', '.join(_POOLING)}")  # fmt: skip
-    metadata = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
     tokenizer = _tokenizer(ranker.tokenizer)
-    encoder = network.context_encoder
-    modules = _vector_modules(network, encoder, network.context_projection)
-    tokens = config.max_context_tokens
-    prompt = _prompt_metadata("query", config.context_prompt)
-    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata | prompt)
-    encoder = network.candidate_encoder
-    modules = _vector_modules(network, encoder, network.candidate_projection)
-    tokens = config.max_candidate_tokens
-    prompt = _prompt_metadata("document", config.candidate_prompt)
-    _write_model(
-        folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata | prompt
-    )
+    for side, truncated, prompt_name in (
+        ("context", "left", "query"),
+        ("candidate", "right", "document"),
+    ):
+        encoder = getattr(network, f"{side}_encoder")
+        modules = _vector_modules(network, encoder, getattr(network, f"{side}_projection"))
+        metadata: dict[str, Any] = {
+            "model_type": "SentenceTransformer",
+            "similarity_fn_name": "dot",
+        }
+        if prompt := getattr(config, f"{side}_prompt"):  # `encode` puts it before each text
+            metadata |= {"prompts": {prompt_name: prompt}, "default_prompt_name": prompt_name}
+        tokens = getattr(config, f"max_{side}_tokens")
+        _write_model(folder / side, encoder, tokenizer, tokens, truncated, modules, metadata)
 
 
 @_export.register
@@ -464,11 +456,8 @@ def _vector_modules(
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
     matrix = matrix[: dual.dimensions] * config.output_scaling
-    bias = (
-        None
-        if projection is None or projection.bias is None
-        else projection.bias[: dual.dimensions]
-    )
+    bias = None if projection is None else projection.bias
+    bias = None if bias is None else bias[: dual.dimensions]
     if config.projection and config.projection_activation == "tanh":
         modules.append(_dense_module(matrix, bias, activation=_ACTIVATIONS["tanh"]))
     elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
@@ -478,11 +467,6 @@ def _vector_modules(
         if config.vector_length != 1:
             modules.append(_dense_module(torch.eye(dual.dimensions) * config.vector_length))
     return modules
-
-
-def _prompt_metadata(name: str, prompt: str) -> dict[str, Any]:
-    """What makes `encode` put the prompt before each text."""
-    return {"prompts": {name: prompt}, "default_prompt_name": name} if prompt else {}
 
 
 def _pooling(encoder: Encoder, mode: str) -> _Module:
@@ -519,7 +503,7 @@ def _write_model(
     encoder: Encoder,
     tokenizer: Tokenizer,
     max_tokens: int,
-    truncation_side: Literal["left", "right"],
+    truncation_side: str,
     modules: Sequence[_Module],
     metadata: dict[str, Any],
 ) -> None:
@@ -527,18 +511,15 @@ def _write_model(
     tokenizer.save(folder)
     path = folder / "tokenizer_config.json"
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if encoder.segments else [])]
-    _write_json(
-        path,
-        {
-            **json.loads(path.read_text(encoding="utf-8")),
-            "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
-            "model_max_length": max_tokens,
-            "model_input_names": names,
-            "truncation_side": truncation_side,
-            "padding_side": "right",
-            "split_special_tokens": True,  # "[SEP]" in somebody's text is text
-        },
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
+        "model_max_length": max_tokens,
+        "model_input_names": names,
+        "truncation_side": truncation_side,
+        "padding_side": "right",
+        "split_special_tokens": True,  # "[SEP]" in somebody's text is text
+    }
+    _write_json(path, _json(path) | settings)
     limits = {"max_seq_length": max_tokens, "do_lower_case": False}
     _write_json(folder / "sentence_bert_config.json", limits)
     _write_json(folder / "config_sentence_transformers.json", metadata)
