@@ -26,7 +26,7 @@ from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import LoopConfig, PretrainConfig
 from tests.helpers import run_in_processes
 
-CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 6, 4
+CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 4, 2
 OBJECTIVES = ("joint", "alternate", "contrastive_mlm")
 
 

@@ -97,21 +97,6 @@ def test_dual_batch_holds_contexts_and_their_responses(tiny):
     assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_dual_loss_is_the_softmax_over_all_responses_but_repeated_ones(tiny, architecture):
-    ranker = tiny.ranker(architecture=architecture)
-    with torch.no_grad():
-        loss, shown = DualModule(ranker.network)(collated(DualCollator(ranker), DUAL_ROWS))
-        vectors, mask = inference.context_vectors(ranker, [row["context"] for row in DUAL_ROWS], 1)
-        candidates = inference.candidate_vectors(ranker, [row["response"] for row in DUAL_ROWS], 1)
-        scores = ranker.dual.scores(vectors, mask, candidates).double().numpy()
-    excluded = np.zeros((4, 4), bool)
-    excluded[0, 2] = excluded[2, 0] = True
-    assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
-    best = np.where(excluded, -np.inf, scores).argmax(axis=1)
-    assert shown["accuracy"].item() == pytest.approx((best == np.arange(4)).mean())
-
-
 @pytest.mark.parametrize("settings", [{"architecture": "bi"}, {"vector_length": 3.0}])
 def test_matryoshka_loss_is_the_mean_of_the_losses_of_all_widths(tiny, settings):
     """Each as of a model whose vectors are cut to that width."""

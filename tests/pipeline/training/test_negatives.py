@@ -42,39 +42,6 @@ def miner(corpus, ranker, same_group_negatives=True, **config):
     return Miner(ranker, rows, Mining(**config), 1, 0, 1, same_group_negatives)
 
 
-def scores_of(ranker, context, candidates_CD):
-    vectors = inference.context_vectors(ranker, [context])
-    with torch.no_grad():
-        return ranker.dual.scores(*vectors, candidates_CD)[0].tolist()
-
-
-@pytest.mark.parametrize(("architecture", "limits"), [
-    ("poly", {"margin": 0.3, "max_share": 1.0}), ("bi", {"max_share": 0.6}),
-])  # fmt: skip
-def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limits):
-    """Against a search of each context alone, with the limits in plain numbers."""
-    ranker = tiny.ranker(architecture=architecture)
-    found = miner(corpus, ranker, top_k=4, **limits)
-    found()
-    texts = sorted({row["response"] for row in ROWS})
-    candidates_CD = inference.candidate_vectors(ranker, texts)
-    sizes = set()
-    for number, row in enumerate(ROWS):
-        scores = dict(zip(texts, scores_of(ranker, row["context"], candidates_CD), strict=True))
-        right = scores.pop(row["response"])
-        most = right - limits.get("margin", 0.0)
-        if right > 0:
-            most = min(most, right * limits["max_share"])
-        wanted = sorted((text for text in scores if scores[text] <= most), key=lambda t: -scores[t])
-        mined = found.negatives_of(number)
-        assert [scores[text] for text in mined] == pytest.approx(
-            [scores[text] for text in wanted[:4]], abs=1e-4
-        )
-        assert row["response"] not in mined
-        sizes.add(len(mined))
-    assert max(sizes) == 4
-
-
 @pytest.mark.parametrize("same_group_negatives", [True, False])
 def test_other_replies_to_a_context_are_not_mined(tiny, same_group_negatives):
     """Nor those of the same group where that is asked for. Without a limit everything else is mined."""
@@ -105,24 +72,28 @@ def layouts(tiny):
     }
 
 
-@pytest.mark.parametrize(("layout", "responses"), [*zip(LAYOUTS, (9, 30, 90), strict=True)])
+@pytest.mark.parametrize(("layout", "responses", "architecture", "limits"), [
+    ((90, 7), 9, "bi", {"max_share": 0.9}), ((20, 20), 30, "poly", {"max_share": 0.6}),
+    ((13, 4), 90, "bi", {"margin": 0.3, "max_share": 1.0}),
+])  # fmt: skip
 def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
-    tiny, layouts, layout, responses
+    tiny, layouts, layout, responses, architecture, limits
 ):
-    """In numpy, with all vectors of contexts and responses at once."""
-    ranker = tiny.ranker(architecture="bi")
-    found = miner(layouts[layout], ranker, responses=responses, top_k=5, max_share=0.9)
+    """The nearest below the limit, in numpy, with all scores at once."""
+    ranker = tiny.ranker(architecture=architecture)
+    found = miner(layouts[layout], ranker, responses=responses, top_k=5, **limits)
     found()
     found()
     drawn = np.random.default_rng([3, 2]).choice(90, responses, replace=False)
     pool = sorted({ROWS[place]["response"] for place in drawn})
-    vectors, _ = inference.context_vectors(ranker, [row["context"] for row in ROWS])
-    contexts_ND = vectors[:, 0].numpy()
-    rights_ND = inference.candidate_vectors(ranker, [row["response"] for row in ROWS]).numpy()
-    pool_PD = inference.candidate_vectors(ranker, pool).numpy()
-    right_N1 = (contexts_ND * rights_ND).sum(axis=1, keepdims=True)
-    most_N1 = np.where(right_N1 > 0, np.minimum(right_N1, right_N1 * np.float32(0.9)), right_N1)
-    scores_NP = contexts_ND @ pool_PD.T
+    vectors = inference.context_vectors(ranker, [row["context"] for row in ROWS])
+    rights_ND = inference.candidate_vectors(ranker, [row["response"] for row in ROWS])
+    with torch.no_grad():
+        right_N1 = ranker.dual.scores(*vectors, rights_ND[:, None]).numpy()
+        scores_NP = ranker.dual.scores(*vectors, inference.candidate_vectors(ranker, pool)).numpy()
+    most_N1 = right_N1 - limits.get("margin", 0.0)
+    share_N1 = np.where(right_N1 > 0, right_N1 * np.float32(limits["max_share"]), np.inf)
+    most_N1 = np.minimum(most_N1, share_N1)
     same_NP = np.array([[text == row["response"] for text in pool] for row in ROWS])
     allowed_NP = (scores_NP <= most_N1) & ~same_NP
     order_NP = np.argsort(np.where(allowed_NP, -scores_NP, np.inf), axis=1)[:, :5]

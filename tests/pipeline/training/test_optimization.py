@@ -118,7 +118,7 @@ def test_a_task_brings_its_own_optimizer_schedule_clipping_and_hook_also_when_re
 def test_a_resumed_run_lets_go_of_the_checkpoint():
     """It is as large as the model and the optimizer's moments, for the whole run."""
     held, alive = [], []
-    task = convert_like(8)
+    task = convert_like(4)
     optimizer = task.optimize().optimizer
 
     def resume():

@@ -311,37 +311,30 @@ def test_the_scale_is_annealed_from_1_to_the_root_of_the_dimensions(convert):
     )
 
 
-@pytest.fixture(scope="module")
-def papers():
-    """The paper's size, single-context, with 31,476 subwords."""
-    torch.manual_seed(0)
-    return ConvertNetwork(ConvertConfig(), 31_476 + 1_000 + 1)
-
-
 @pytest.mark.slow
-def test_parameters_are_the_papers(papers):
-    """Reference 5.5."""
+def test_parameters_are_the_papers():
+    """Reference 5.5; single-context, with 31,476 subwords."""
 
     def millions(*parts):
         return sum(value.numel() for part in parts for value in part.parameters()) / 1e6
 
+    with torch.device("meta"):
+        papers = ConvertNetwork(ConvertConfig(), 31_476 + 1_000 + 1)
+        multi = ConvertNetwork(ConvertConfig(earlier_turns=10), 10)
     assert millions(papers.tokens.subwords) == pytest.approx(16.63, abs=0.005)
     assert millions(papers.blocks) == pytest.approx(13.4, abs=0.05)
     assert millions(papers.context) == millions(papers.candidate) == pytest.approx(3.67, abs=0.02)
     assert millions(papers.reduction) == pytest.approx(0.13, abs=0.005)
-    multi = ConvertNetwork(ConvertConfig(earlier_turns=10), 10)
     assert millions(multi.earlier) == millions(multi.context)
 
 
 @pytest.mark.slow
-def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(papers, tmp_path):
+def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(tmp_path):
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     # As long as those of a real vocabulary: 7 characters on average.
     save_vocabulary([f"﹏{number:06d}" for number in range(31_476)], folder)
-    ranker = new_ranker(ConvertConfig(), folder, seed=0)
-    ranker.network.load_state_dict(papers.state_dict())
-    ranker.save(tmp_path / "model")
+    new_ranker(ConvertConfig(), folder, seed=0).save(tmp_path / "model")
     size = sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
     assert 58e6 < size <= 60e6
     seconds = []
