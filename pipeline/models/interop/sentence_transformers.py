@@ -456,7 +456,7 @@ def _vector_modules(
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
     matrix = matrix[: dual.dimensions] * config.output_scaling
-    bias = None if projection is None else projection.bias
+    bias: Tensor | None = None if projection is None else projection.bias
     bias = None if bias is None else bias[: dual.dimensions]
     if config.projection and config.projection_activation == "tanh":
         modules.append(_dense_module(matrix, bias, activation=_ACTIVATIONS["tanh"]))
