@@ -99,7 +99,12 @@ def run_in_processes(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pipeline.training.finetuning", "pipeline.training.pretraining", "torch.nn.parallel"]
+        [
+            "pipeline.training.launch",
+            "pipeline.training.finetuning",
+            "pipeline.training.pretraining",
+            "torch.nn.parallel",
+        ]
     )
     processes = [
         context.Process(target=_work_in_process, args=(work, folder, number, count, timeout_s))
