@@ -205,10 +205,5 @@ def folder_entries(folder: Path) -> list[FileEntry]:
 def fingerprint_of_entries(entries: Iterable[FileEntry]) -> str:
     """Names what computes: weights, tokenizers, settings, data. Files that lie beside them do not count, so a
     repeated training with the same weights is the same model."""
-    return digest(
-        [
-            (entry["path"], entry["sha256"])
-            for entry in entries
-            if not any(fnmatch(entry["path"], pattern) for pattern in _BESIDE)
-        ]
-    )
+    contents = [(entry["path"], entry["sha256"]) for entry in entries]
+    return digest([c for c in contents if not any(fnmatch(c[0], pattern) for pattern in _BESIDE)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +14,11 @@ def git_revision() -> str | None:
 
     Code that was sent to a cluster is no checkout: jobs.submit says what it was.
     """
-    if revision := os.environ.get("POLYRANK_GIT_REVISION"):
-        return revision
+    return os.environ.get("POLYRANK_GIT_REVISION") or _revision_of_checkout()
+
+
+@functools.cache
+def _revision_of_checkout() -> str | None:
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

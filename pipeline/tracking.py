@@ -91,16 +91,12 @@ class Run:
         """(step, value) of each metric in the order of the steps, also from before the job was resumed; []
         where the server does not answer."""
         self.flush()
-        points_of = {
-            name: _link(self).send(
-                operator.methodcaller("get_metric_history", self.run_id, _metric_name(name))
-            )
-            for name in names
-        }
-        return {
-            name: sorted({point.step: point.value for point in points or []}.items())
-            for name, points in points_of.items()
-        }
+        histories = {}
+        for name in names:
+            ask = operator.methodcaller("get_metric_history", self.run_id, _metric_name(name))
+            points = _link(self).send(ask) or []
+            histories[name] = sorted({point.step: point.value for point in points}.items())
+        return histories
 
     def flush(self) -> None:
         """Sends all that was logged."""

@@ -56,15 +56,10 @@ def _load_ranker(folder: Path, config: EncodeConfig) -> Ranker:
     folders = (folder, folder / "context")  # the second: with a folder for each side
     is_external = any((path / SENTENCE_TRANSFORMERS).exists() for path in folders)
     if is_external or (folder / SETTINGS).exists():
-        hint = f"as {folder} says it itself"
+        hint, tokens = f"as {folder} says it itself", config.max_tokens
         require(config.reduction == "mean", "encode.reduction", config.reduction, f"mean, {hint}")
-        require(
-            is_external or not config.max_tokens,
-            "encode.max_tokens",
-            config.max_tokens,
-            f"0, {hint}",
-        )
-        return interop.load(folder, config.max_tokens, config.max_tokens)
+        require(is_external or not tokens, "encode.max_tokens", tokens, f"0, {hint}")
+        return interop.load(folder, tokens, tokens)
     encoder = Encoder.load(folder)
     tokens = config.max_tokens or encoder.positions
     settings = BiConfig(

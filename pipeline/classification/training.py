@@ -113,14 +113,8 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
     place_of_label = {label: place for place, label in enumerate(labels)}
     labels_N = torch.tensor([place_of_label[row.intent] for row in train_rows])
     vectors_NF = vectors.of(train_rows)
-    trained_head = head.fit(
-        vectors_NF,
-        labels_N.to(vectors_NF.device),
-        len(labels),
-        plan.head,
-        seed,
-        _Progress(f"head {seed}", plan.head.epochs),
-    ).cpu()
+    labels_N, progress = labels_N.to(vectors_NF.device), _Progress(f"head {seed}", plan.head.epochs)
+    trained_head = head.fit(vectors_NF, labels_N, len(labels), plan.head, seed, progress).cpu()
     encoder_reference = str(plan.encoder["uri"]), str(plan.encoder["fingerprint"])
     classifier = Classifier(trained_head, labels, 0.0, plan.encode, plan.head, *encoder_reference)
     if texts.threshold:
@@ -189,7 +183,5 @@ class _Progress:
     def __call__(self, epoch: int, loss: float) -> None:
         if time.monotonic() - self._shown >= _PROGRESS_S:
             self._shown = time.monotonic()
-            print(
-                f"{self._name}: epoch {epoch + 1:,} of {self._epochs:,}, loss {loss:.3f}",
-                flush=True,
-            )
+            epochs = f"epoch {epoch + 1:,} of {self._epochs:,}"
+            print(f"{self._name}: {epochs}, loss {loss:.3f}", flush=True)

@@ -121,7 +121,9 @@ class Draft:
 
     def finished_tasks(self) -> FinishedTasks:
         """All finished tasks, of this run and of those before it."""
-        return FinishedTasks(self.staging, frozenset(_finished_tasks(self.staging)))
+        uris = storage.walk_json(self.path(_TASKS))
+        names = (storage.name_of(uri).removesuffix(".json") for uri in uris)
+        return FinishedTasks(self.staging, frozenset(names))
 
     def forget_tasks(self) -> None:
         """Removes all marks, so that every task is done again."""
@@ -216,11 +218,6 @@ def read_mark(staging: str, task: str) -> dict[str, Any]:
     return _read_object(_mark_uri(staging, task))
 
 
-def _finished_tasks(staging: str) -> list[str]:
-    uris = storage.walk_json(storage.join(staging, _TASKS))
-    return [storage.name_of(uri).removesuffix(".json") for uri in uris]
-
-
 def _mark_uri(staging: str, task: str) -> str:
     return storage.join(staging, _TASKS, f"{task}.json")
 
@@ -291,15 +288,12 @@ def draft(
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     if is_resumed:
         earlier_job = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier_job) != request and set(storage.names_in(staging)) <= {
-            REQUEST,
-            RUN,
-            _LOCK,
-        }:
-            is_resumed = False  # a refused job left no more than its request and its tracking run
-        elif digest(earlier_job) != request:
-            raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
-                           "finish that one, choose another --output, or remove it")  # fmt: skip
+        if digest(earlier_job) != request:
+            # A refused job leaves no more than its request and its tracking run.
+            if not set(storage.names_in(staging)) <= {REQUEST, RUN, _LOCK}:
+                raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
+                               "finish that one, choose another --output, or remove it")  # fmt: skip
+            is_resumed = False
     if not is_resumed:
         storage.write_bytes(request_uri, json.dumps(job).encode())
     settings = {name: value for name, value in to_dict(config).items() if name not in unused}

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import progress
 from pipeline.engine.records import RecordT, TaskCost
@@ -117,11 +117,8 @@ def collect_stages() -> Iterator[list[Stage]]:
 def end_stage(stage: Stage) -> None:
     """Says what a person should know of a stage that has ended, and keeps it for MLflow."""
     for task, hosts in stage.crashed_hosts_by_task.items():
-        host_names = ", ".join(hosts)
-        print(
-            f"{stage.name}: {task} was started again: its process died on {host_names}",
-            file=sys.stderr,
-        )
+        death = f"its process died on {', '.join(hosts)}"
+        print(f"{stage.name}: {task} was started again: {death}", file=sys.stderr)
     stragglers = stage.stragglers()
     for task, cost in list(stragglers.items())[:_SHOWN]:
         print(f"{stage.name}: straggler {task}: {cost.seconds:.0f} s on {cost.host}, "
@@ -134,61 +131,47 @@ def end_stage(stage: Stage) -> None:
         stages.append(stage)
 
 
-class Totals:
-    """Running totals for Prometheus, counted by the job's driver: workers may end before they report."""
-
-    def __init__(self) -> None:
-        from ray.util import metrics
-
-        tags = ("stage",)
-        self._rows = metrics.Counter(
-            "polyrank_task_rows_total", description="Rows that finished tasks wrote.", tag_keys=tags
-        )
-        self._bytes = metrics.Counter(
-            "polyrank_task_bytes_total",
-            description="Bytes that finished tasks wrote.",
-            tag_keys=tags,
-        )
-        self._seconds = metrics.Histogram(
-            "polyrank_task_seconds",
-            description="Seconds of finished tasks.",
-            boundaries=[1, 3, 10, 30, 100, 300, 1000, 3000],
-            tag_keys=tags,
-        )
-        self._tasks = metrics.Counter(
-            "polyrank_tasks_total",
-            description="Tasks that ended; outcome: done or failed.",
-            tag_keys=("stage", "outcome"),
-        )
-
-    def count_done(self, stage: str, cost: TaskCost) -> None:
-        tags = {"stage": stage}
-        for counter, value in ((self._rows, cost.rows), (self._bytes, cost.bytes)):
-            if value:  # Ray refuses to add nothing
-                counter.inc(value, tags)
-        self._seconds.observe(cost.seconds, tags)
-        self._tasks.inc(1, {**tags, "outcome": "done"})
-
-    def count_failed(self, stage: str) -> None:
-        self._tasks.inc(1, {"stage": stage, "outcome": "failed"})
-
-
 def count_done(stage: str, cost: TaskCost) -> None:
-    if totals := _totals():
-        totals.count_done(stage, cost)
+    if not (totals := _totals()):
+        return
+    tags = {"stage": stage}
+    for counter, value in ((totals.rows, cost.rows), (totals.bytes, cost.bytes)):
+        if value:  # Ray refuses to add nothing
+            counter.inc(value, tags)
+    totals.seconds.observe(cost.seconds, tags)
+    totals.tasks.inc(1, {**tags, "outcome": "done"})
 
 
 def count_failed(stage: str) -> None:
     if totals := _totals():
-        totals.count_failed(stage)
+        totals.tasks.inc(1, {"stage": stage, "outcome": "failed"})
 
 
-def _totals() -> Totals | None:
+class _Totals(NamedTuple):
+    """Running totals for Prometheus, counted by the job's driver: workers may end before they report."""
+
+    rows: Any
+    bytes: Any
+    seconds: Any
+    tasks: Any
+
+
+def _totals() -> _Totals | None:
     """The totals of this process; None without Ray, which exports them."""
     ray = sys.modules.get("ray")
     return _totals_of_process() if ray and ray.is_initialized() else None
 
 
 @functools.cache
-def _totals_of_process() -> Totals:
-    return Totals()
+def _totals_of_process() -> _Totals:
+    from ray.util.metrics import Counter, Histogram
+
+    by_stage = ("stage",)
+    bounds_s = [1, 3, 10, 30, 100, 300, 1000, 3000]
+    outcomes = "Tasks that ended; outcome: done or failed."
+    return _Totals(
+        Counter("polyrank_task_rows_total", "Rows that finished tasks wrote.", by_stage),
+        Counter("polyrank_task_bytes_total", "Bytes that finished tasks wrote.", by_stage),
+        Histogram("polyrank_task_seconds", "Seconds of finished tasks.", bounds_s, by_stage),
+        Counter("polyrank_tasks_total", outcomes, ("stage", "outcome")),
+    )

@@ -152,10 +152,7 @@ def _run_missing(
 
 
 def _run_in_this_process(
-    ended_tasks: list[str],
-    draft: Draft,
-    missing: Sequence[dict[str, Any]],
-    work: Work[RecordT],
+    ended_tasks: list[str], draft: Draft, missing: Sequence[dict[str, Any]], work: Work[RecordT]
 ) -> Generator[dict[str, Any], None, None]:
     """The outcome of each task, as it ends; its name joins `ended_tasks`."""
     for row in missing:

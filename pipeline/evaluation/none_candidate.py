@@ -52,9 +52,8 @@ def least_score(best: QuestionRanks, hidden: float = _HIDDEN) -> LeastScore | No
     score = float(right[int(hidden * len(right))])
     others_N = np.where(is_right_N, best.top_scores_NT[:, 1], first_N)
     parts = (right, first_N[~is_right_N], others_N)
-    return LeastScore(
-        score, *(float((part < score).mean()) if len(part) else 0.0 for part in parts)
-    )
+    shares = (float((part < score).mean()) if len(part) else 0.0 for part in parts)
+    return LeastScore(score, *shares)
 
 
 def require_none(questions: Questions, option: str) -> None:

@@ -27,13 +27,8 @@ def markdown(rows: Sequence[ScorerResult], comparisons: Sequence[Comparison]) ->
     """One row per scorer; then every two models; then what the times are."""
     names = list(rows[0].metrics)
     has_latency = any(row.latency for row in rows)
-    header = [
-        "scorer",
-        names[0],
-        f"95 % of {names[0]}",
-        *names[1:],
-        *(["ms (p95)"] if has_latency else []),
-    ]
+    header = ["scorer", names[0], f"95 % of {names[0]}", *names[1:]]
+    header += ["ms (p95)"] if has_latency else []
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for row in rows:
         low, high = row.intervals[names[0]]
@@ -44,11 +39,8 @@ def markdown(rows: Sequence[ScorerResult], comparisons: Sequence[Comparison]) ->
             lines[-1].append(f"{_short(ms.median)} ({_short(ms.p95)})" if ms else "")
     text = [f"| {' | '.join(cells)} |" for cells in lines]
     if comparisons:
-        text += [
-            "",
-            "| R@1: first - second | difference | 95 % | p |",
-            "| --- | ---: | ---: | ---: |",
-        ]
+        text += ["", "| R@1: first - second | difference | 95 % | p |"]
+        text += ["| --- | ---: | ---: | ---: |"]
     for pair in comparisons:
         low, high = pair.interval
         text.append(f"| {pair.first} - {pair.second} | {pair.difference:+.3f} "
@@ -68,9 +60,8 @@ def plot(rows: Sequence[ScorerResult]) -> bytes:
             continue
         value, (low, high) = row.metrics[metric], row.intervals[metric]
         place = (row.latency.median, value)
-        axes.errorbar(
-            *place, yerr=[[max(0, value - low)], [max(0, high - value)]], fmt="o", capsize=3
-        )
+        below_and_above = [[max(0, value - low)], [max(0, high - value)]]
+        axes.errorbar(*place, yerr=below_and_above, fmt="o", capsize=3)
         axes.annotate(row.name, place, xytext=(6, 4), textcoords="offset points")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 
 FIRST, DEPTH = 10, 100  # of nDCG and MRR; of MAP and recall
 METRICS = (f"nDCG@{FIRST}", f"MAP@{DEPTH}", f"recall@{DEPTH}", f"MRR@{FIRST}", "R@1")
@@ -135,11 +135,9 @@ def _rows(uri: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _id(row: Mapping[str, Any], file: str, line: int, folder: str) -> str:
-    found = row.get("_id")
-    if not isinstance(found, str | int) or found == "":
-        raise BadInput(f"{storage.join(folder, file)}, line {line}: _id: {found!r} is not allowed; "
-                       "allowed: a text")  # fmt: skip
-    return str(found)
+    name, place = row.get("_id"), f"{storage.join(folder, file)}, line {line}: _id"
+    require(isinstance(name, str | int) and name != "", place, name, "a text")
+    return str(name)
 
 
 def _add(documents: dict[str, str], document: str, text: str, folder: str) -> None:

@@ -51,8 +51,6 @@ _PART_BYTES = 32 << 20  # of text; all that a task holds in memory
 
 Piece = tuple[str, tuple[int, int, int] | None]
 """(a file's URI, which `tables.RowGroups` of it; None: all)"""
-
-
 Turns = tuple[str, ...]
 """A context, the oldest turn first."""
 
@@ -69,6 +67,29 @@ class CandidateRow(NamedTuple):
     """Known contexts."""
 
 
+@dataclass(frozen=True)
+class CandidateTable:
+    """How candidates stand in tables."""
+
+    columns: tuple[str, ...]
+    """The id's ("": the text's content hash is the id), the text's, those to filter by."""
+    form: tables.TableFormat
+    max_text_bytes: int
+    """Longer texts and contexts are set aside."""
+    context_column: str = ""
+    """With one, rows with the same text and values are one candidate, which has the id of the first one and
+    all their contexts."""
+
+    @property
+    def columns_by_option(self) -> dict[str, str]:
+        """The columns to read by the option that names each."""
+        id_column, text_column, *filter_columns = self.columns
+        columns = {_TEXT: text_column, _ID: id_column}
+        columns |= {f"embed.filter_columns[{n}]": name for n, name in enumerate(filter_columns)}
+        columns[_CONTEXT] = self.context_column
+        return {option: column for option, column in columns.items() if column}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartsRecord(TaskRecord):
     """The candidates of one input file."""
@@ -80,30 +101,17 @@ class PartsRecord(TaskRecord):
 def stage(
     draft: Draft,
     files: list[str],
-    columns: tuple[str, ...],
-    max_text_bytes: int,
+    table: CandidateTable,
     reading: raw.Reading,
     privacy: Privacy,
-    form: tables.TableFormat,
-    context_column: str = "",
 ) -> list[PartsRecord]:
-    """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
+    """Reads every file's table and writes its candidates.
 
-    Without an id column, "", the text's content hash is the id. A Parquet file of many row groups is
-    several tasks. With a `context_column`, rows with the same text and values are one candidate, which has
-    the id of the first one and all their contexts.
+    A Parquet file of many row groups is several tasks. With a column of contexts, one task reads all files.
     """
-    work = functools.partial(
-        _stage_pieces,
-        columns=columns,
-        context_column=context_column,
-        max_text_bytes=max_text_bytes,
-        reading=reading,
-        privacy=privacy,
-        form=form,
-    )
+    work = functools.partial(_stage_pieces, table=table, reading=reading, privacy=privacy)
     tasks: dict[str, list[Piece]] = {}
-    if context_column:
+    if table.context_column:
         tasks["file-00000"] = [(uri, None) for uri in files]
         return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
     with ThreadPoolExecutor(16) as pool:
@@ -188,41 +196,29 @@ def _stage_pieces(
     draft: Draft,
     task: str,
     pieces: list[Piece],
-    columns: tuple[str, ...],
-    context_column: str,
-    max_text_bytes: int,
+    table: CandidateTable,
     reading: raw.Reading,
     privacy: Privacy,
-    form: tables.TableFormat,
 ) -> PartsRecord:
     report = ParseReport()
-    names = [*columns[2:], *([KNOWN_CONTEXTS] if context_column else [])]
+    names = [*table.columns[2:], *([KNOWN_CONTEXTS] if table.context_column else [])]
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in names)])
     parts = list[tuple[str, int]]()
     redacted = 0
     rows_of_pieces = (
-        _rows(
-            uri,
-            columns,
-            context_column,
-            max_text_bytes,
-            reading,
-            report,
-            form,
-            tables.RowGroups(*groups) if groups else None,
-        )
+        _rows(uri, table, reading, report, tables.RowGroups(*groups) if groups else None)
         for uri, groups in pieces
     )
     all_rows = itertools.chain.from_iterable(rows_of_pieces)
-    for number, rows in enumerate(_parts(_grouped(all_rows) if context_column else all_rows)):
+    for number, rows in enumerate(_parts(_grouped(all_rows) if table.context_column else all_rows)):
         part = f"{task}-{number:03d}"
-        table, changed = _table(rows, schema, privacy)
+        part_table, changed = _table(rows, schema, privacy)
         redacted += changed
-        contents = [hash_key(hash_) for hash_ in table["content_hash"].to_pylist()]
-        ids = [id_key(name) for name in table["id"].to_pylist()]
-        sizes = [len(text.encode()) for text in table["text"].to_pylist()]
-        keys = np.array([text_keys(table), contents, ids, sizes], np.uint64).T
-        draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
+        contents = [hash_key(hash_) for hash_ in part_table["content_hash"].to_pylist()]
+        ids = [id_key(name) for name in part_table["id"].to_pylist()]
+        sizes = [len(text.encode()) for text in part_table["text"].to_pylist()]
+        keys = np.array([text_keys(part_table), contents, ids, sizes], np.uint64).T
+        draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(part_table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.ascontiguousarray(keys)))
         parts.append((part, len(rows)))
     rejects = raw.Rejects.joined(report.malformed, report.dropped)
@@ -240,7 +236,7 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
     texts, redacted = privacy.redacted_and_counted(
         pa.array([row.text for row in rows], pa.string())
     )
-    values = [row.values for row in rows]
+    values: list[list[str | None]] = [row.values for row in rows]
     # Without an id of its own a candidate keeps its id when a context is added.
     ids = [
         row.name or content_hash(text, row.values)
@@ -251,16 +247,9 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
             (turn for row in rows for turns in row.contexts for turn in turns), pa.string()
         )
         redacted_turns = iter(privacy.redacted_and_counted(all_turns)[0].to_pylist())
-        values = [
-            [
-                *row.values,
-                json.dumps(
-                    [list(itertools.islice(redacted_turns, len(turns))) for turns in row.contexts],
-                    ensure_ascii=False,
-                ),
-            ]
-            for row in rows
-        ]
+        for number, row in enumerate(rows):
+            known = [list(itertools.islice(redacted_turns, len(turns))) for turns in row.contexts]
+            values[number] = [*row.values, json.dumps(known, ensure_ascii=False)]
     hashes = [content_hash(text, row) for text, row in zip(texts.to_pylist(), values, strict=True)]
     columns = [ids, texts, hashes, *zip(*values, strict=True)]
     return pa.table([pa.array(column, pa.string()) for column in columns], schema=schema), redacted
@@ -273,34 +262,22 @@ def require_columns(
     form: tables.TableFormat,
     context_column: str = "",
 ) -> None:
-    """Raises BadInput where one of the first files lacks one of the `columns` (see `stage`)."""
-    tables.require_columns(files, _columns_by_option(columns, context_column), reading, form)
-
-
-def _columns_by_option(columns: tuple[str, ...], context_column: str) -> dict[str, str]:
-    """The columns to read by the option that names each."""
-    id_column, text_column, *filter_columns = columns
-    columns_by_option = {_TEXT: text_column, _ID: id_column}
-    columns_by_option |= {
-        f"embed.filter_columns[{number}]": name for number, name in enumerate(filter_columns)
-    }
-    columns_by_option[_CONTEXT] = context_column
-    return {option: column for option, column in columns_by_option.items() if column}
+    """Raises BadInput where one of the first files lacks a column (see `CandidateTable`)."""
+    table = CandidateTable(columns, form, 0, context_column)
+    tables.require_columns(files, table.columns_by_option, reading, form)
 
 
 def _rows(
     uri: str,
-    columns: tuple[str, ...],
-    context_column: str,
-    max_text_bytes: int,
+    table: CandidateTable,
     reading: raw.Reading,
     report: ParseReport,
-    form: tables.TableFormat,
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
     """The rows that can be candidates; all other rows are counted in `report`."""
-    id_column, text_column, *_ = columns
-    columns_by_option = _columns_by_option(columns, context_column)
+    id_column, text_column, *_ = table.columns
+    columns_by_option, most_bytes = table.columns_by_option, table.max_text_bytes
+    form, context_column = table.form, table.context_column
     for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
         sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
         try:
@@ -316,9 +293,9 @@ def _rows(
         text, name = cells.pop(_TEXT) or "", cells.pop(_ID, None) or ""
         if not text.strip():
             report.dropped.add("text is empty", uri, line, sample)
-        elif _is_longer(text, max_text_bytes):
+        elif _is_longer(text, most_bytes):
             report.dropped.add("text is too long", uri, line, sample)
-        elif _is_longer("".join(context), max_text_bytes):
+        elif _is_longer("".join(context), most_bytes):
             report.dropped.add("context is too long", uri, line, sample)
         else:
             yield CandidateRow(name, text, list(cells.values()), [context] if context else [])

@@ -23,10 +23,7 @@ Check = Literal["once", "always", "never"]
 
 
 def contents(
-    artifact: Artifact,
-    folder: Path,
-    check: Check,
-    only: Collection[str] | None = None,
+    artifact: Artifact, folder: Path, check: Check, only: Collection[str] | None = None
 ) -> None:
     """Raises BadInput, naming the first file with another checksum.
 
@@ -44,9 +41,8 @@ def contents(
         digests = pool.map(_sha256, (folder / entry["path"] for entry in entries))
         for entry, sha256 in zip(entries, digests, strict=True):
             if sha256 != entry["sha256"]:
-                raise BadInput(
-                    f"{folder / entry['path']}: damaged (its checksum is not the manifest's)"
-                )
+                path = folder / entry["path"]
+                raise BadInput(f"{path}: damaged (its checksum is not the manifest's)")
     note.parent.mkdir(parents=True, exist_ok=True)
     note.touch()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import storage
 from pipeline.config import NOT_IDENTITY, BadInput, require
@@ -33,6 +33,9 @@ from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.pools.versions import PLAN, Version, files_of_rows
+
+if TYPE_CHECKING:
+    from pipeline.pools.embedder import Embedder
 
 # Of an actor: while one is in the model, the one before is checked and written, and the next one read.
 _SHARDS_AT_ONCE = 2
@@ -118,16 +121,10 @@ def prepare(
     if earlier and earlier.asked == gate_inputs:
         return earlier
     began = time.perf_counter()
-    staged = candidates.stage(
-        draft,
-        files,
-        config.columns,
-        config.max_text_bytes,
-        reading,
-        privacy,
-        config,
-        config.context_column,
+    table = candidates.CandidateTable(
+        config.columns, config, config.max_text_bytes, config.context_column
     )
+    staged = candidates.stage(draft, files, table, reading, privacy)
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts and not dropped:
@@ -261,7 +258,7 @@ def _canaries(gate: GateConfig, canaries_before: Canaries | None) -> list[list[s
     return None
 
 
-def _embedder(model: Source, **settings: Any) -> Work[EmbedRecord]:
+def _embedder(model: Source, **settings: Any) -> Embedder:
     # Not loaded by who drives this: torch and transformers take seconds, and memory.
     from pipeline.pools.embedder import Embedder
 
@@ -269,6 +266,4 @@ def _embedder(model: Source, **settings: Any) -> Work[EmbedRecord]:
 
 
 def _checker(model: Source, **settings: Any) -> Work[CheckRecord]:
-    from pipeline.pools.embedder import Embedder
-
-    return Embedder(model.local(), **settings).check_again
+    return _embedder(model, **settings).check_again

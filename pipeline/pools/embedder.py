@@ -32,13 +32,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncated_candidates
 from pipeline.pools import build, candidates, verdicts
 from pipeline.pools.build_records import CheckRecord, EmbedRecord
-from pipeline.pools.gate import (
-    KEY_DIGITS,
-    Answers,
-    ShardAnswers,
-    ShardCheck,
-    write_answers,
-)
+from pipeline.pools.gate import KEY_DIGITS, Answers, ShardAnswers, ShardCheck, write_answers
 from pipeline.pools.plan import Slices
 from pipeline.pools.pool import Pool, known_contexts
 from pipeline.pools.shard import KNOWN_CONTEXTS

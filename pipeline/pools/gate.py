@@ -183,15 +183,10 @@ def check(
     dimensions = sorted({shard.dimensions for shard in shards})
     if len(dimensions) != 1:
         faults.append(f"shards of different dimensions: {dimensions}")
-    min_norm, mean_norm, max_norm = (
-        min(shard.norms[0] for shard in shards),
-        sum(shard.norms[1] for shard in shards) / len(shards),
-        max(shard.norms[2] for shard in shards),
-    )
-    if (
-        not mean_norm / _NORM_RANGE <= min_norm <= max_norm <= mean_norm * _NORM_RANGE
-        or not mean_norm > 0
-    ):
+    lowest, means, highest = zip(*(shard.norms for shard in shards), strict=True)
+    min_norm, mean_norm, max_norm = min(lowest), sum(means) / len(means), max(highest)
+    low, high = mean_norm / _NORM_RANGE, mean_norm * _NORM_RANGE
+    if not (low <= min_norm <= max_norm <= high and mean_norm > 0):
         faults.append(f"norms from {min_norm:g} to {max_norm:g}; allowed: 1/{_NORM_RANGE} to {_NORM_RANGE} "
                       f"times their mean, {mean_norm:g}")  # fmt: skip
     cosines = [shard.cosine for shard in shards if shard.cosine is not None]
@@ -218,16 +213,11 @@ def check(
 def passed_line(passed: Passed) -> str:
     """What a person reads of a gate that is passed."""
     parts = [f"removed {passed['removed_share']:.1%}", f"changed {passed['changed_share']:.1%}"]
-    if passed["min_cosine"] is not None:
-        parts.append(
-            f"rows embedded again are as before (cosine {passed['min_cosine']:.4f} at least)"
-        )
+    if (cosine := passed["min_cosine"]) is not None:
+        parts.append(f"rows embedded again are as before (cosine {cosine:.4f} at least)")
     recall = passed["recall"]
-    parts.append(
-        f"answers to canaries {recall}"
-        if isinstance(recall, str)
-        else f"answers to canaries found again {recall:.1%}"
-    )
+    found = recall if isinstance(recall, str) else f"found again {recall:.1%}"
+    parts.append(f"answers to canaries {found}")
     return f"the gate is passed: {', '.join(parts)}"
 
 
@@ -262,10 +252,8 @@ def _recall(
     if before is None:
         return None, "there is no version before"
     if before["kind"] != kind:
-        return (
-            None,
-            f"the version before is of another kind of model ({before['kind']}, not {kind})",
-        )
+        kinds = f"({before['kind']}, not {kind})"
+        return None, f"the version before is of another kind of model {kinds}"
     answers_before = dict(zip(map(tuple, before["contexts"]), before["answers"], strict=True))
     shares = []
     for context, keys in zip(contexts, answers, strict=True):

@@ -141,16 +141,10 @@ def _rows_at(draft: Draft, parts: Files, places: Sequence[int]) -> list[tuple[st
     end = 0
     for part, rows in parts:
         start, end = end, end + rows
-        part_places = [place - start for place in sorted_places if start <= place < end]
+        part_places = [place for place in sorted_places if start <= place < end]
         if part_places:
-            part_rows = (
-                candidates.read_rows(draft, part)
-                .select(["id", "text"])
-                .take(part_places)
-                .to_pylist()
-            )
-            row_at_place |= {
-                start + offset: (row["id"], row["text"])
-                for offset, row in zip(part_places, part_rows, strict=True)
-            }
+            columns = candidates.read_rows(draft, part).select(["id", "text"])
+            part_rows = columns.take([place - start for place in part_places]).to_pylist()
+            for place, row in zip(part_places, part_rows, strict=True):
+                row_at_place[place] = row["id"], row["text"]
     return [row_at_place[place] for place in places]

@@ -13,7 +13,13 @@ from pipeline import storage
 from pipeline.config import BadInput, Stopped
 from pipeline.pools.lock import current_locked
 from pipeline.pools.pool import make_current
-from pipeline.pools.versions import PREVIOUS, current_name, previous_name, read_versions
+from pipeline.pools.versions import (
+    PREVIOUS,
+    Version,
+    current_name,
+    newest_versions,
+    previous_name,
+)
 
 _PINNED = "PINNED"
 
@@ -68,36 +74,23 @@ def version_before(pools: str, name: str) -> str:
 
     Raises BadInput where there is none.
     """
-    current, created_at = current_name(pools, name), _creation_times(pools, name)
-    previous = previous_name(pools, name)
-    if previous in created_at and previous != current:
+    current, previous = current_name(pools, name), previous_name(pools, name)
+    names = versions_by_age(pools, name)
+    if previous in names and previous != current:
         return previous
-    older = [
-        version for version in created_at if created_at[version] < created_at.get(current, "~")
-    ]
+    older = names[names.index(current) + 1 :] if current in names else names
     if not older:
         raise BadInput(f"version: {storage.join(pools, name)} has none before {current or 'CURRENT'}; "
-                       f"there are: {', '.join(sorted(created_at)) or 'none'}")  # fmt: skip
-    return max(older, key=lambda version: created_at[version])
+                       f"there are: {', '.join(sorted(names)) or 'none'}")  # fmt: skip
+    return older[0]
 
 
 def versions_by_age(pools: str, name: str) -> list[str]:
     """All published versions, the newest first."""
-    created_at = _creation_times(pools, name)
-    return sorted(created_at, key=lambda version: created_at[version], reverse=True)
+    return [storage.name_of(version.uri) for version in newest_versions(pools, name)]
 
 
 def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
     """The newest version that a model embedded; "" where there is none."""
-    created_at = _creation_times(pools, name, fingerprint)
-    return max(created_at, key=lambda version: created_at[version], default="")
-
-
-def _creation_times(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
-    """When each published version was made; those of one model only, if its fingerprint is given."""
-    created_at = {}
-    for artifact in read_versions(pools, name):
-        manifest = artifact.manifest
-        if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
-            created_at[storage.name_of(artifact.uri)] = str(manifest["created_at"])
-    return created_at
+    versions = map(Version, newest_versions(pools, name))
+    return next((v.name for v in versions if v.model_fingerprint == fingerprint), "")

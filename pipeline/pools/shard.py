@@ -22,11 +22,7 @@ from pipeline.pools.vector_format import FILE_DTYPES, Layer
 from pipeline.storage import npy
 
 ROWS = pa.schema(
-    [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("content_hash", pa.string(), nullable=False),
-    ]
+    [pa.field(name, pa.string(), nullable=False) for name in ("id", "text", "content_hash")]
 )
 """The columns of all pools; those kept to filter by stand behind them."""
 
@@ -75,18 +71,13 @@ class PoolPart:
 
     def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
         """The names of a pool's files that hold rows of this part, and which of the file's rows."""
-        part_rows, rows_by_file, file_start = (
-            self.rows(artifact.rows("rows/")),
-            dict[str, slice](),
-            0,
-        )
+        part_rows, rows_by_file = self.rows(artifact.rows("rows/")), dict[str, slice]()
+        file_start = 0
         for entry in artifact.manifest["files"]:
             if not entry["path"].startswith("rows/"):
                 continue
-            start, stop = (
-                max(part_rows.start - file_start, 0),
-                min(part_rows.stop - file_start, entry["rows"]),
-            )
+            start = max(part_rows.start - file_start, 0)
+            stop = min(part_rows.stop - file_start, entry["rows"])
             if start < stop or self.count == 1:
                 rows_by_file[Path(entry["path"]).stem] = slice(start, stop)
             file_start += entry["rows"]

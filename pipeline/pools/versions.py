@@ -26,31 +26,24 @@ PREVIOUS = "PREVIOUS"
 _NOT_OF_VECTORS = {
     f"embed.{name}"
     for name in (
-        "text_column",
-        "encoding",
-        "delimiter",
-        "quotes",
-        "id_column",
-        "repeated_ids",
-        "rows_per_shard",
-        "batch_tokens",
-        "max_text_bytes",
-        "filter_columns",
+        "text_column", "encoding", "delimiter", "quotes", "id_column", "repeated_ids", "rows_per_shard",
+        "batch_tokens", "max_text_bytes", "filter_columns", "neighbours",
         "precision",  # what it was on the hardware of then is in the manifest
-        "neighbours",
     )
-}
+}  # fmt: skip
 
 
 def current_name(pools: str, name: str) -> str:
     """The version that CURRENT names; "": there is no CURRENT."""
-    uri = current_uri(pools, name)
-    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+    return _read_name(current_uri(pools, name))
 
 
 def previous_name(pools: str, name: str) -> str:
     """The version that was CURRENT before; "": there was none."""
-    uri = storage.join(pools, name, PREVIOUS)
+    return _read_name(storage.join(pools, name, PREVIOUS))
+
+
+def _read_name(uri: str) -> str:
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
@@ -136,7 +129,7 @@ def newest_with_vectors_of(
 
     Only who holds the pool's lock knows that it stays.
     """
-    for version in map(Version, sorted(read_versions(pools, name), key=_created_at, reverse=True)):
+    for version in map(Version, newest_versions(pools, name)):
         if has_vectors_of(version, model, config, precision):
             try:
                 return Version(open_artifact(version.artifact.uri, KIND))
@@ -180,8 +173,13 @@ class Removal:
     smaller."""
 
 
-def read_versions(pools: str, name: str) -> Iterator[Artifact]:
-    """A pool's published versions, in no order; one whose manifest cannot be read is named and left out."""
+def newest_versions(pools: str, name: str) -> list[Artifact]:
+    """A pool's published versions, the newest first; one whose manifest cannot be read is named and left
+    out."""
+    return sorted(_read_versions(pools, name), key=_created_at, reverse=True)
+
+
+def _read_versions(pools: str, name: str) -> Iterator[Artifact]:
     for uri in storage.list_folders(storage.join(pools, name)):
         if is_version(uri):
             try:
@@ -222,7 +220,7 @@ def remove_old(
     plan has embedded nothing, and goes.
     Only who holds the pool's lock may call it.
     """
-    newest = sorted(read_versions(pools, name), key=_created_at, reverse=True)
+    newest = newest_versions(pools, name)
     removed = [
         storage.name_of(uri)
         for uri in _drafts(pools, name)

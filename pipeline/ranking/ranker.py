@@ -181,10 +181,7 @@ class Ranker:
     # Rankings and vectors
 
     def rank(
-        self,
-        context: Context,
-        candidates: Iterable[str] | Mapping[str, str],
-        top_k: int = 10,
+        self, context: Context, candidates: Iterable[str] | Mapping[str, str], top_k: int = 10
     ) -> Ranking:
         """The best `top_k` candidates, best first; all of them if there are fewer.
 

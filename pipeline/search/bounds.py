@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from pipeline.arrays import Floats, Ints
 from pipeline.models.precision import use_bf16
+from pipeline.pools.device_rows import as_tensor
 from pipeline.pools.sketch import ORTHONORMAL
 from pipeline.pools.vector_format import LENGTH, SCALE, Dtype, Layer, to_int8
 from pipeline.search.products import free_columns, product_with
@@ -119,7 +119,7 @@ def upper_bounds(layer: Layer, columns: Columns) -> Tensor:
     NaN, too, where numbers leave the range of float32: it bounds nothing.
     """
     norms_EN = torch.from_numpy(layer.norms)
-    bounds_QN = _highest_products(_tensor(layer.matrix), columns)
+    bounds_QN = _highest_products(as_tensor(layer.matrix), columns)
     if columns.matrix_KC.dtype == torch.int8:
         bounds_QN *= columns.scales_Q[:, None]
         bounds_QN *= norms_EN[SCALE]
@@ -289,9 +289,3 @@ def _maxima(products_NC: Tensor, contexts: int) -> Tensor:
     # Where there are no positive numbers: 0.
     maxima_NQ: Tensor = best_NQ.clamp_(min=0).view(torch.bfloat16) if bf16 else best_NQ
     return maxima_NQ
-
-
-def _tensor(matrix: np.ndarray[Any, Any]) -> Tensor:
-    if matrix.dtype == np.uint16:
-        return torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(matrix)

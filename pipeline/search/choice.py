@@ -23,12 +23,7 @@ import torch
 from pipeline.arrays import Floats
 from pipeline.pools.pool import Pool
 from pipeline.pools.vector_format import Layer
-from pipeline.search.bounds import (
-    Columns,
-    sketch_columns,
-    upper_bounds,
-    vector_columns,
-)
+from pipeline.search.bounds import Columns, sketch_columns, upper_bounds, vector_columns
 from pipeline.search.scores import scorer
 from pipeline.search.threads import in_parallel
 
@@ -136,11 +131,9 @@ def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
     if key not in _measured:
         multiplied, *layers = _samples(pool, contexts)
         rows, scored = len(multiplied.matrix), scorer(contexts, 1.0, pool.longest)
-        measured: dict[Form, _Seconds] = {
-            "scores": _Seconds(
-                0.0, _alone(lambda: scored.scores(multiplied)) / rows, _bytes(multiplied)
-            )
-        }
+        seconds = _alone(lambda: scored.scores(multiplied))
+        measured: dict[Form, _Seconds] = {}
+        measured["scores"] = _Seconds(0.0, seconds / rows, _bytes(multiplied))
         for form, layer in zip(_WITH_BOUNDS, layers, strict=True):
             columns = functools.partial(columns_of, pool, contexts, form)
             bound = functools.partial(upper_bounds, layer, columns())

@@ -150,12 +150,11 @@ class Scorer:
             return False
         differences_QN[expected_QN.isneginf()] = 0
         lengths_N = self._rows.lengths_N[first_rows].astype(np.float64)
-        allowed_QN = sum(
-            error_bounds(self._rows, self._contexts, by_kernel).of(
-                lengths_N, np.arange(len(expected_QN))[:, None]
-            )
-            for by_kernel in (True, False)
+        queries_Q1 = np.arange(len(expected_QN))[:, None]
+        errors = (
+            error_bounds(self._rows, self._contexts, by_kernel) for by_kernel in (True, False)
         )
+        allowed_QN = sum(each.of(lengths_N, queries_Q1) for each in errors)
         if not (differences_QN.double().cpu().numpy() <= allowed_QN).all():
             _log.warning("search: plain torch scores the rows, as Triton's scores on %s are wrong",
                          self._rows.device)  # fmt: skip

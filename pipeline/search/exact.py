@@ -32,10 +32,7 @@ from pipeline.models.settings import Attention
 from pipeline.pools.pool import Method, Pool
 from pipeline.pools.vector_format import Layer
 from pipeline.search import approximate, device
-from pipeline.search.bounds import (
-    Columns,
-    upper_bounds,
-)
+from pipeline.search.bounds import Columns, upper_bounds
 from pipeline.search.choice import Form, columns_of, fastest_form, learn
 from pipeline.search.scores import Scorer, exact_scores, scorer
 from pipeline.search.threads import in_parallel
@@ -194,12 +191,10 @@ def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Fl
         raise BadInput(f"vectors: shape {queries.shape} is not allowed; allowed: (m, d) or "
                        f"(queries, m, d) with d = {pool.dimensions}, the pool's dimensions")  # fmt: skip
     mask = None if mask_QM is None else np.asarray(mask_QM, bool)
-    if queries.shape[1] == 0 or (
-        mask is not None and (mask.shape != queries.shape[:2] or not mask.any(axis=1).all())
-    ):
-        raise BadInput(
-            "vector_mask: one true value at least for each context, in the vectors' shape"
-        )
+    is_valid = mask is None or (mask.shape == queries.shape[:2] and mask.any(axis=1).all())
+    if queries.shape[1] == 0 or not is_valid:
+        allowed = "one true value at least for each context, in the vectors' shape"
+        raise BadInput(f"vector_mask: {allowed}")
     if not np.isfinite(queries).all():
         raise BadInput("vectors: not finite; allowed: numbers")
     contexts = queries.astype(np.float64)

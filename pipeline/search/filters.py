@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.arrays import Bools
-from pipeline.config import BadInput
+from pipeline.config import require
 from pipeline.corpora.formats import tables
 from pipeline.corpora.raw import is_text
 from pipeline.pools.pool import Pool
@@ -37,9 +37,9 @@ def select(
     column that the pool does not keep, and for an id or a value that is no text.
     """
     names = pool.filter_columns
-    if unknown := [column for column in where or {} if column not in names]:
-        raise BadInput(f"where: {unknown[0]!r} is not allowed; allowed: columns that the pool keeps "
-                       f"to filter by ({', '.join(names) or 'none'})")  # fmt: skip
+    allowed_names = f"columns that the pool keeps to filter by ({', '.join(names) or 'none'})"
+    for column in where or {}:
+        require(column in names, "where", column, allowed_names)
     allowed_values = {
         column: _with_filter_texts(_texts(f"where[{column!r}]", values))
         for column, values in (where or {}).items()
@@ -72,12 +72,8 @@ def _with_filter_texts(values: pa.Array) -> pa.Array:
 
 
 def _texts(name: str, values: Collection[str]) -> pa.Array:
-    texts = (
-        [values] if isinstance(values, str) or not isinstance(values, Collection) else list(values)
-    )
+    is_one_value = isinstance(values, str) or not isinstance(values, Collection)
+    texts = [values] if is_one_value else list(values)
     for value in texts:
-        if not is_text(value):
-            raise BadInput(
-                f"{name}: {value!r} is not allowed; allowed: texts, as the pool keeps them"
-            )
+        require(is_text(value), name, value, "texts, as the pool keeps them")
     return pa.array(texts, pa.string())

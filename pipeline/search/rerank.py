@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
+from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 
@@ -24,9 +24,8 @@ class Reranked(NamedTuple):
 def load_cross_encoder(model: Artifact) -> Ranker:
     """Raises BadInput for a ranker of another architecture."""
     ranker = load_ranker(model.local())
-    if ranker.config.has_vectors:
-        raise BadInput(f"{model.uri}: architecture: {ranker.config.architecture!r} is not allowed; "
-                       "allowed: cross, for the second stage")  # fmt: skip
+    field, allowed = f"{model.uri}: architecture", "cross, for the second stage"
+    require(not ranker.config.has_vectors, field, ranker.config.architecture, allowed)
     return ranker
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import Floats
+from pipeline.pools.device_rows import as_tensor
 from pipeline.pools.vector_format import Layer, decode
 from pipeline.search.bounds import FLOAT32, LARGE, TINY
 
@@ -79,9 +80,9 @@ def exact_scores(layer: Layer, vectors_MD: Floats, scale: float) -> Floats:
 def _rows(layer: Layer, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float64:
         return torch.from_numpy(decode(layer, np.float64))
-    if layer.matrix.dtype == np.uint16:
-        return torch.from_numpy(layer.matrix.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(layer.matrix if layer.matrix.dtype == np.float32 else decode(layer))
+    if layer.matrix.dtype in (np.uint16, np.float32):
+        return as_tensor(layer.matrix).float()
+    return torch.from_numpy(decode(layer))
 
 
 def _mean(logits_BM: Tensor, scale: float) -> Tensor:

@@ -11,11 +11,8 @@ import io
 import os
 import posixpath
 import re
-import shutil
 import uuid
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import pyarrow.fs as pafs
 from pipeline.config import BadInput
 from pipeline.storage import object_store
 from pipeline.storage.failures import with_retries
+from pipeline.storage.prefetch import map_prefetched
 
 # An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
 # the wait, and bring three times what one stream does.
@@ -33,7 +31,6 @@ _AHEAD_BYTES = 8 << 20
 _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
 _STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
-_THREADS = 16  # of files that are looked at, or written, at a time
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 
 
@@ -154,17 +151,21 @@ def is_hidden(path: str) -> bool:
 
 def sizes_below(uri: str) -> dict[str, int]:
     """The bytes of every file below a folder, hidden or not, by its path there, sorted."""
-    filesystem, root = locate(uri)
-    selector = pafs.FileSelector(root, recursive=True, allow_not_found=True)
-    infos = filesystem.get_file_info(selector)
+    root, infos = _infos_below(uri, recursive=True)
     files = (info for info in infos if info.type == pafs.FileType.File)
     return dict(sorted((info.path[len(root) :].lstrip("/"), int(info.size or 0)) for info in files))
 
 
+def _infos_below(uri: str, recursive: bool = False) -> tuple[str, list[pafs.FileInfo]]:
+    """(the path of a folder, what is right in it, or below it); nothing where it does not exist."""
+    filesystem, root = locate(uri)
+    selector = pafs.FileSelector(root, recursive=recursive, allow_not_found=True)
+    return root, filesystem.get_file_info(selector)
+
+
 def names_in(uri: str) -> list[str]:
     """Everything right in a folder, hidden or not."""
-    filesystem, path = locate(uri)
-    return sorted(name_of(info.path) for info in filesystem.get_file_info(pafs.FileSelector(path)))
+    return sorted(name_of(info.path) for info in _infos_below(uri)[1])
 
 
 def is_folder(uri: str) -> bool:
@@ -173,8 +174,7 @@ def is_folder(uri: str) -> bool:
 
 def list_folders(uri: str) -> list[str]:
     """The folders right in a folder, sorted; [] where it does not exist."""
-    filesystem, root = locate(uri)
-    infos = filesystem.get_file_info(pafs.FileSelector(root, allow_not_found=True))
+    infos = _infos_below(uri)[1]
     paths = (info.path for info in infos if info.type == pafs.FileType.Directory)
     return sorted(join(uri, posixpath.basename(path.rstrip("/"))) for path in paths)
 
@@ -183,8 +183,7 @@ def is_occupied(uri: str) -> bool:
     """Whether a file is there, or a folder that holds anything, hidden or not."""
     kind = _type_of(uri)
     if kind == pafs.FileType.Directory:
-        filesystem, path = locate(uri)
-        return bool(filesystem.get_file_info(pafs.FileSelector(path)))
+        return bool(_infos_below(uri)[1])
     return bool(kind != pafs.FileType.NotFound)
 
 
@@ -271,7 +270,7 @@ def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[by
     are on their way while one is used. A range that fails is asked for again."""
     with open_input(uri) as stream:
         end = stream.size() if end is None else end
-        starts = iter(range(start, end, _AHEAD_BYTES))
+        starts = range(start, end, _AHEAD_BYTES)
 
         def read_range(offset: int) -> bytes:
             data: bytes = with_retries(
@@ -281,19 +280,8 @@ def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[by
 
         if is_local(uri):
             yield from map(read_range, starts)
-            return
-        with ThreadPoolExecutor(_RANGES_AHEAD) as pool:
-            futures: deque[Future[bytes]] = deque()
-            try:
-                for offset in starts:
-                    futures.append(pool.submit(read_range, offset))
-                    if len(futures) == _RANGES_AHEAD:
-                        yield futures.popleft().result()
-                while futures:
-                    yield futures.popleft().result()
-            finally:
-                for future in futures:
-                    future.cancel()
+        else:
+            yield from map_prefetched(read_range, starts, _RANGES_AHEAD, _RANGES_AHEAD)
 
 
 def read_bytes(uri: str) -> bytes:
@@ -303,28 +291,26 @@ def read_bytes(uri: str) -> bytes:
 
 def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
     """Writes a whole file, atomically."""
-    filesystem, path = locate(uri)
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        temporary = _write_temporary(Path(path), data)
-        temporary.replace(path)
-    else:
-        # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
-        with filesystem.open_output_stream(path, compression=None) as stream:
-            stream.write(data)
+    _write(uri, (data,), buffer_size=None)
 
 
 def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
     """Writes a file that need not fit into memory. Locally it is there when it is whole; in an object store
     a write that fails may leave its beginning."""
+    _write(uri, pieces, _AHEAD_BYTES)
+
+
+def _write(uri: str, pieces: Iterable[bytes | pa.Buffer], buffer_size: int | None) -> None:
     filesystem, path = locate(uri)
-    if not isinstance(filesystem, pafs.LocalFileSystem):
-        with filesystem.open_output_stream(path, compression=None, buffer_size=_AHEAD_BYTES) as out:
-            for piece in pieces:
-                out.write(piece)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _write_temporary(Path(path), pieces).replace(path)
         return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    _write_temporary(Path(path), pieces).replace(path)
+    # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
+    options = {"compression": None, "buffer_size": buffer_size}
+    with filesystem.open_output_stream(path, **options) as stream:
+        for piece in pieces:
+            stream.write(piece)
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
@@ -336,7 +322,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        temporary = _write_temporary(Path(path), data)
+        temporary = _write_temporary(Path(path), (data,))
         try:
             Path(path).hardlink_to(temporary)
         except FileExistsError:
@@ -355,13 +341,13 @@ def create_bytes(uri: str, data: bytes) -> bool:
     return read_bytes(uri) == data
 
 
-def _write_temporary(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
+def _write_temporary(path: Path, pieces: Iterable[bytes | pa.Buffer]) -> Path:
     """A file next to `path`. Its name is hidden: a write that is killed leaves it behind, until
     `remove_unfinished`."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
     try:
         with temporary.open("wb") as stream:
-            for piece in (data,) if isinstance(data, (bytes, pa.Buffer)) else data:
+            for piece in pieces:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
@@ -397,19 +383,14 @@ def delete(uri: str) -> None:
 def upload(folder: Path, uri: str) -> None:
     """Copies a local folder's files to `uri`, which may be local too."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for future in [pool.submit(_upload, file, join(uri, file.relative_to(folder).as_posix()))
-                     for file in files]:  # fmt: skip
-            future.result()
 
+    def copy(file: Path) -> None:
+        with file.open("rb") as source:
+            pieces = iter(lambda: source.read(_AHEAD_BYTES), b"")
+            write_pieces(join(uri, file.relative_to(folder).as_posix()), pieces)
 
-def _upload(file: Path, uri: str) -> None:
-    filesystem, path = locate(uri)
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        write_bytes(uri, file.read_bytes())
-        return
-    with file.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
-        shutil.copyfileobj(source, target, _AHEAD_BYTES)
+    for _ in map_prefetched(copy, files):
+        pass
 
 
 def file_digest(data: bytes | pa.Buffer) -> str:
@@ -418,8 +399,6 @@ def file_digest(data: bytes | pa.Buffer) -> str:
 
 def walk_json(uri: str) -> Iterator[str]:
     """The JSON files right in a folder, also where their names are hidden from `list_files`."""
-    filesystem, root = locate(uri)
-    selector = pafs.FileSelector(root, recursive=False, allow_not_found=True)
-    for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
+    for info in sorted(_infos_below(uri)[1], key=lambda info: str(info.path)):
         if info.type == pafs.FileType.File and info.path.endswith(".json"):
             yield join(uri, posixpath.basename(info.path))

@@ -124,12 +124,8 @@ def _copy(uri: str, path: Path, start: int, length: int) -> None:
 
 def cache_folder() -> Path:
     """The folder of this node for copies of artifacts and for notes about them."""
-    cache_path = os.environ.get("POLYRANK_CACHE")
-    return (
-        Path(cache_path)
-        if cache_path
-        else Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
-    )
+    default = Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
+    return Path(os.environ.get("POLYRANK_CACHE") or default)
 
 
 def _use(folder: Path) -> None:

@@ -28,9 +28,9 @@ def stage_rows(
     columns = ("id", "text", *kept)
     records = (dict(zip(columns, row, strict=True)) for row in rows)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    record = candidates._stage_pieces(
-        out, "file-00000", [(str(file), None)], columns, "", 1000, Reading(), PRIVACY, EmbedConfig()
-    )
+    table = candidates.CandidateTable(columns, EmbedConfig(), 1000)
+    pieces = [(str(file), None)]
+    record = candidates._stage_pieces(out, "file-00000", pieces, table, Reading(), PRIVACY)
     return out, [(name, count) for name, count in record.parts]
 
 
