@@ -17,7 +17,6 @@ from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
-from pipeline.engine.run import run_tasks
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,8 @@ def test_in_an_object_store_the_manifest_is_the_last_step(memory_store):
 def test_a_job_that_lost_its_lock_while_it_slept_does_not_publish(memory_store, tmp_path, uri):
     out = begin(uri if "://" in uri else tmp_path / uri)
     later_lock = out.path("_lock", "00000002.json")
-    facts = {
-        "token": "later",
-        "owner": "pid 1 on far",
-        "machine": "far",
-        "pid": 1,
-        "since": 0,
-        "until": 9e9,
-    }
+    owner = {"token": "later", "owner": "pid 1 on far", "machine": "far", "pid": 1}
+    facts = {**owner, "since": 0, "until": 9e9}
     with out.locked():
         storage.write_bytes(later_lock, json.dumps(facts).encode())
         with pytest.raises(Stopped, match="another job has taken over the lock of this one"):
@@ -209,11 +202,7 @@ def test_the_fingerprint_differs_when_the_contents_do(tmp_path, files):
 
 def test_pictures_reports_and_training_states_are_no_part_of_the_fingerprint(tmp_path):
     """Two runs with the same weights drew other tokens a second."""
-    weights = {
-        "encoder/model.safetensors": b"1",
-        "encoder/config.json": b"2",
-        "tokenizer.json": b"3",
-    }
+    weights = {"encoder/model.safetensors": b"1", "tokenizer.json": b"3"}
     fingerprints = set()
     for run, seconds in (("a", b"12"), ("b", b"13"), ("c", b"")):
         out = begin(tmp_path / run)
@@ -228,12 +217,7 @@ def test_pictures_reports_and_training_states_are_no_part_of_the_fingerprint(tmp
 # Asking for the same output again
 
 
-def test_the_same_job_again_gets_the_artifact_that_is_there(tmp_path):
-    made = publish(tmp_path / "a")
-    assert draft(str(tmp_path / "a"), "thing", Config(), {"input": SOURCE}) == made
-
-
-def test_where_and_on_what_a_job_runs_does_not_make_it_another(tmp_path):
+def test_the_same_job_again_gets_the_artifact_wherever_and_on_whatever_it_runs(tmp_path):
     made = publish(tmp_path / "a")
     config = Config(output="elsewhere", resources=Workers(8))
     moved = {**SOURCE, "uri": "moved"}
@@ -241,16 +225,10 @@ def test_where_and_on_what_a_job_runs_does_not_make_it_another(tmp_path):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
+def test_other_settings_and_other_input_are_refused_by_name(tmp_path, finished):
     publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", TaskRecord())
     message = refusal(tmp_path / "a", Config(max_steps=4))
-    assert "max_steps: 3 there, 4 here" in message
-    assert "names" not in message
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_other_input_is_refused_naming_it(tmp_path, finished):
-    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", TaskRecord())
+    assert "max_steps: 3 there, 4 here" in message and "names" not in message
     message = refusal(tmp_path / "a", input={**SOURCE, "fingerprint": "beef"})
     assert "--input has other contents than it had" in message
 
@@ -306,7 +284,7 @@ def test_another_kind_is_refused(tmp_path):
     assert "kind is 'thing'; needed here: pool" in message
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [2, None])
 def test_another_format_version_is_refused(tmp_path, version):
     made = publish(tmp_path / "a")
     changed = {**made.manifest, "format_version": version}
@@ -315,7 +293,7 @@ def test_another_format_version_is_refused(tmp_path, version):
     assert f"format_version is {version!r}" in message and "reads 1" in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "thing"}', '"thing"'])
+@pytest.mark.parametrize("text", ["{", "null", '{"kind": "thing"}'])
 def test_a_manifest_that_is_none_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     assert "not a polyrank manifest" in read_refusal(tmp_path)
@@ -384,68 +362,9 @@ def test_the_manifest_tells_the_whole_ancestry(tmp_path):
 # Tasks
 
 
-@pytest.mark.usefixtures("actors_in_process")
-def test_a_second_run_does_only_what_the_first_left_undone(tmp_path):
-    tasks = {f"task-{number}": number for number in range(6)}
-    calls = tmp_path / "calls"
-    calls.mkdir()
-    fail = tmp_path / "fail"
-    fail.touch()
-
-    def work(out: Draft, task: str, number: int) -> dict[str, object]:
-        (calls / f"{task} {len(list(calls.glob(f'{task} *')))}").touch()
-        if number == 4 and fail.exists():
-            raise RuntimeError("killed")
-        return TaskRecord(files=[out.write_file(f"x/{task}", b"%d" % number)], counts={"n": number})
-
-    with pytest.raises(Exception, match="killed"):
-        run_tasks(begin(tmp_path / "a"), tasks, work, "first", TaskRecord)
-    done = set(begin(tmp_path / "a").finished_tasks())
-    assert "task-4" not in done
-    begun = {path.name.split()[0] for path in calls.iterdir()}
-    fail.unlink()
-
-    out = begin(tmp_path / "a")
-    records = run_tasks(out, tasks, work, "second", TaskRecord)
-    assert [record.counts["n"] for record in records] == list(range(6))
-    called = [path.name.split()[0] for path in calls.iterdir()]
-    assert {task for task in tasks if called.count(task) > 1} == begun - done
-    resumed = out.publish([file for record in records for file in record.files], {})
-
-    whole = begin(tmp_path / "b")
-    records = run_tasks(whole, tasks, work, "uninterrupted", TaskRecord)
-    other = whole.publish([file for record in records for file in record.files], {})
-    assert resumed.fingerprint == other.fingerprint
-
-
-def test_a_finished_job_starts_no_task(tmp_path):
-    out = begin(tmp_path / "a")
-    one, two = TaskRecord(counts={"n": 1}), TaskRecord(counts={"n": 2})
-    out.mark("one", one)
-    out.mark("two", two)
-
-    def work(*_: object) -> TaskRecord:
-        raise AssertionError
-
-    assert run_tasks(out, {"two": 0, "one": 0}, work, "nothing", TaskRecord) == [two, one]
-
-
 def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
     out = begin(tmp_path / "a")
     out.mark("task", TaskRecord())
     storage.write_bytes(out.path("_tasks", "task.json"), b'{"embedded": {"rows": 1}}')
     with pytest.raises(BadInput, match=r"a\.partial: holds an unfinished job of another version"):
         out.finished_tasks().record("task", TaskRecord)
-
-
-@pytest.mark.usefixtures("actors_in_process")
-def test_what_a_task_refuses_is_refused_by_the_job(tmp_path):
-    def work(_: Draft, task: str, number: int) -> TaskRecord:
-        if number:
-            raise BadInput(f"{task} is bad")
-        return TaskRecord()
-
-    tasks = {"task-0": 0, "task-1": 1}
-    with pytest.raises(BadInput, match=r"^task-1 is bad$"):
-        run_tasks(begin(tmp_path / "a"), tasks, work, "refused", TaskRecord)
-    assert set(begin(tmp_path / "a").finished_tasks()) == {"task-0"}

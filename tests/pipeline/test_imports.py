@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PATHS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "pipeline").rglob("*.py")
+}
 
 
-def imported_modules(path: Path, modules: Collection[str]) -> Iterator[str]:
-    """The `modules` that a file imports, also inside functions and for types only."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported_modules(path: Path, modules: Collection[str], at_once: bool = False) -> Iterator[str]:
+    """The `modules` that a file imports, also inside functions and for types only; `at_once`: those that
+    its own import loads."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module in modules:
@@ -27,17 +33,35 @@ def imported_modules(path: Path, modules: Collection[str]) -> Iterator[str]:
 @pytest.mark.parametrize("depth", [2, 9], ids=["rooms", "modules"])
 def test_nothing_imports_itself_through_others(depth):
     """A room is a module or a package right below `pipeline`, with all that lies in it."""
-    paths = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in (ROOT / "pipeline").rglob("*.py")
-    }
     sorter = TopologicalSorter[str]()
-    for module, path in paths.items():
-        for imported in imported_modules(path, paths):
+    for module, path in PATHS.items():
+        for imported in imported_modules(path, PATHS):
             importer, other = (".".join(name.split(".")[:depth]) for name in (module, imported))
             if other not in (importer, "pipeline"):
                 sorter.add(importer, other)
     sorter.prepare()  # raises CycleError, which names the circle
+
+
+def packages_at_once(path: Path) -> set[str]:
+    """The packages that the import of a file loads."""
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import)]
+    froms = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names]
+    return {name.partition(".")[0] for name in (*names, *(str(node.module) for node in froms))}
+
+
+def test_a_ranker_that_searches_and_explains_loads_no_ray():
+    """Neither the modules that it imports at its first use, nor those that these import."""
+    waiting = list(imported_modules(PATHS["pipeline.ranking.ranker"], PATHS))
+    loaded = set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module not in loaded:
+            loaded.add(module)
+            waiting += imported_modules(PATHS[module], PATHS, at_once=True)
+    assert {"pipeline.search.exact", "pipeline.models.inference"} <= loaded
+    heavy = {"ray", "mlflow", "matplotlib", "sklearn"}
+    assert [module for module in loaded if packages_at_once(PATHS[module]) & heavy] == []
 
 
 def test_workers_of_corpora_load_no_torch():

@@ -79,7 +79,11 @@ def test_another_value_is_refused(monkeypatch, run_job_here):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "kernels"),
-    [("plain", "DEFAULT"), ("avx2", "AVX2"), pytest.param("amx", None, marks=pytest.mark.long)],
+    [
+        ("plain", "DEFAULT"),
+        pytest.param("avx2", "AVX2", marks=pytest.mark.long),
+        pytest.param("amx", None, marks=pytest.mark.long),
+    ],
 )
 def test_the_bound_holds_for_the_kernels_of_torch(bound, kernels):
     if not torch.cpu.get_capabilities().get("avx2") or sys.platform != "linux":

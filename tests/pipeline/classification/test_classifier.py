@@ -68,9 +68,7 @@ def test_the_best_intents_come_first(made: Classifier):
     ("name", "data", "words"),
     [
         ("classifier.json", b"{", "not the settings of a classifier"),
-        ("classifier.json", b"[]", "not the settings of a classifier"),
         ("head.safetensors", b"junk", "not the weights"),
-        ("head.safetensors", None, "not the weights"),
         ("classifier.json", None, "not the settings of a classifier"),
     ],
 )
@@ -94,8 +92,9 @@ def test_a_head_of_other_intents_is_refused(written: Path):
 # Encoders
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-@pytest.mark.parametrize("side", ["context", "candidate"])
+@pytest.mark.parametrize(
+    ("architecture", "side"), [("bi", "candidate"), ("bi", "context"), ("poly", "context")]
+)
 def test_a_rankers_towers_give_the_vectors(tiny, tmp_path: Path, architecture, side):
     """A poly-encoder's context counts as the mean of the vectors that it has."""
     tiny.ranker(architecture=architecture, context_codes="first_m").save(tmp_path)

@@ -32,14 +32,16 @@ def out(tmp_path) -> Draft:
     return draft(str(tmp_path / "out"), "pool", Actors(), {})
 
 
-@pytest.fixture(params=[pytest.param("on the cluster", marks=pytest.mark.ray), "in this process"])
-def anywhere(request) -> Iterator[None]:
-    if request.param == "on the cluster":
-        request.getfixturevalue("local_ray")
-        yield
-        return
+@pytest.fixture
+def here() -> Iterator[None]:
     with executors.in_this_process():
         yield
+
+
+@pytest.fixture(params=[pytest.param("local_ray", marks=pytest.mark.ray), "here"])
+def anywhere(request) -> None:
+    """Tasks run on a cluster, and in this process."""
+    request.getfixturevalue(request.param)
 
 
 # Functions inside functions: Ray's workers cannot import the module of a test.
@@ -86,25 +88,19 @@ def refusing():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_records_come_in_the_tasks_order_and_their_files_are_there(out, square):
-    records = run_tasks(out, TASKS, square, "square", TaskRecord)
-    assert [record.counts["square"] for record in records] == [9, 1, 4, 16]
-    for name, argument in TASKS.items():
-        assert Path(out.path(name)).stat().st_size == argument
-    assert set(out.finished_tasks()) == set(TASKS)
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_tasks_that_are_marked_are_not_run_again(out, square):
-    for name in ("a", "d"):
-        out.mark(name, BEFORE)
+def test_records_come_in_the_tasks_order_and_marked_tasks_are_not_run_again(out, square):
+    """On the cluster a task declares its memory, and a small machine tries."""
+    out.mark("d", BEFORE)
     out.mark("elsewhere", BEFORE)
-    records = run_tasks(out, TASKS, square, "square", TaskRecord)
-    assert [record.counts["square"] for record in records] == [9, -1, 4, -1]
-    assert not Path(out.path("a")).exists()
+    records = run_tasks(out, TASKS, square, "square", TaskRecord, memory=1 << 50)
+    assert [record.counts["square"] for record in records] == [9, 1, 4, -1]
+    for name in ("a", "b", "c"):
+        assert Path(out.path(name)).stat().st_size == TASKS[name]
+    assert not Path(out.path("d")).exists()
+    assert set(out.finished_tasks()) == {*TASKS, "elsewhere"}
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("here")
 def test_with_nothing_left_to_do_no_work_is_started(out):
     for name in TASKS:
         out.mark(name, TaskRecord(notes=[name]))
@@ -115,19 +111,11 @@ def test_with_nothing_left_to_do_no_work_is_started(out):
     assert run_tasks(out, {}, work, "-", TaskRecord) == []
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("here")
 def test_a_refusal_is_raised_word_for_word_and_its_task_is_not_marked(out, refusing):
     with pytest.raises(BadInput, match=r"^task b: 2 is not allowed;\nallowed: others$"):
         run_tasks(out, {"a": 1, "b": 2}, refusing, "-", TaskRecord)
-    assert "b" not in out.finished_tasks()
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square):
-    with pytest.raises(Exception, match="ArithmeticError: four"):
-        run_tasks(out, {"a": 1, "d": 4}, refusing, "-", TaskRecord)
-    assert "d" not in out.finished_tasks()
-    assert run_tasks(out, {"d": 4}, square, "-", TaskRecord)[0].counts["square"] == 16
+    assert set(out.finished_tasks()) == {"a"}
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -155,7 +143,7 @@ def test_a_task_that_fails_stops_no_other_and_is_named_with_its_input(out, refus
     assert set(out.finished_tasks()) == {"a", "e"}
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("here")
 def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeypatch):
     def work(draft, name, argument):
         tempfile.mkstemp(prefix=f"tried-{name}-", dir=tmp_path)
@@ -172,7 +160,7 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
     assert len(list(tmp_path.glob("tried-c-*"))) == 4
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "gone"), ArithmeticError("no")])
 def test_what_another_try_cannot_mend_is_tried_once(out, tmp_path, error):
     def work(draft, name, argument):
@@ -251,22 +239,15 @@ def test_a_process_that_dies_is_replaced_three_times(out, dying, tmp_path, capsy
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("on_actors", [False, True])
-def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors):
+def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd):
     """Ray's own report of it has 65 lines, the cause in line 58."""
 
     def work(draft, name, argument):
         raise OSError(errno.ENOSPC, "No space left on device", draft.path(name))
 
-    def run(config):
-        if on_actors:
-            actors = Actors(actors=1, cpus_per_actor=1)
-            return run_tasks_on_actors(out, TASKS, lambda: work, "fill", TaskRecord, actors)
-        return run_tasks(out, TASKS, work, "fill", TaskRecord)
-
     monkeypatch.setattr(sys, "argv", ["job"])
     with pytest.raises(SystemExit) as ended:
-        program.main(Actors, run, "job")
+        program.main(Actors, lambda _: run_tasks(out, TASKS, work, "fill", TaskRecord), "job")
     assert ended.value.code == 1
     said = [line for line in capfd.readouterr().err.splitlines() if line and "task/s" not in line]
     assert len(said) == 1, said
@@ -275,57 +256,40 @@ def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_task_declares_its_memory_and_a_small_machine_tries(out, square):
-    tasks = {"a": 1, "b": 2}
-    records = run_tasks(out, tasks, square, "-", TaskRecord, memory=1 << 50)
-    assert [record.counts["square"] for record in records] == [1, 4]
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_an_actor_may_work_on_two_tasks_at_once(out):
+def test_an_actor_makes_its_work_once_and_does_two_tasks_at_once(out, tmp_path, capsys):
     def make():
         import threading
 
+        tempfile.mkstemp(prefix="made-", dir=tmp_path)
         both = threading.Barrier(2)
 
         def work(draft, name, argument):
             both.wait(timeout=120)
-            return TaskRecord(counts={"process": os.getpid()})
+            return TaskRecord(counts={"process": os.getpid(), "argument": argument})
 
         return work
 
-    resources = Actors(actors=1, cpus_per_actor=1)
-    records = run_tasks_on_actors(out, TASKS, make, "-", TaskRecord, resources, tasks_at_once=2)
-    assert len({record.counts["process"] for record in records}) == 1
+    one = Actors(actors=1, cpus_per_actor=1)
+    rows = {"c": 300, "a": 100, "b": 200, "d": 400}
+    records = run_tasks_on_actors(out, TASKS, make, "grow", TaskRecord, one, rows, tasks_at_once=2)
+    assert [record.counts["argument"] for record in records] == list(TASKS.values())
+    assert len(list(tmp_path.glob("made-*"))) == 1
+    (process,) = {record.counts["process"] for record in records}
+    assert process != os.getpid()
+    shown = capsys.readouterr().err
+    assert "1.00k/1.00k" in shown and "rows/s" in shown
 
 
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize(
-    ("settings", "tasks", "count"),
-    [({}, 9, 2), ({}, 1, 1), ({"cpus_per_actor": 2}, 9, 1), ({"actors": 5}, 9, 5),
-     ({"actors": 5}, 3, 3)],
+    ("settings", "tasks", "counts"),
+    [({}, 9, (2, 2)), ({}, 1, (1, 1)), ({"cpus_per_actor": 2}, 9, (1, 1)), ({"actors": 5}, 9, (5, 5)),
+     ({"actors": 5}, 3, (3, 3)), ({"actors": 1, "max_actors": 2}, 9, (1, 2))],
 )  # fmt: skip
-def test_there_are_as_many_actors_as_cores_and_no_more_than_tasks(settings, tasks, count):
-    """On 2 cores."""
-    assert Actors(**settings).count(tasks) == count
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_each_actor_makes_its_work_once_and_their_progress_is_in_rows(out, make, tmp_path, capsys):
-    out.mark("a", BEFORE)
-    resources = Actors(actors=1, max_actors=2, cpus_per_actor=1)
-    rows = {"c": 300, "a": 100, "b": 200, "d": 400}
-    records = run_tasks_on_actors(out, TASKS, make, "grow", TaskRecord, resources, rows)
-    assert [record.counts["argument"] for record in records] == [3, -1, 2, 4]
-    processes = {record.counts["process"] for record in records if record.counts != BEFORE.counts}
-    assert (
-        1 <= len(processes) <= len(list(tmp_path.glob("made-*"))) <= 2
-    )  # one more joins if it is quick
-    assert os.getpid() not in processes
-    shown = capsys.readouterr().err
-    assert "100/1.00k" in shown
-    assert "1.00k/1.00k" in shown
-    assert "rows/s" in shown
+def test_there_are_as_many_actors_as_cores_and_no_more_than_tasks(settings, tasks, counts):
+    """On 2 cores: at the start, and at most."""
+    actors = Actors(**settings)
+    assert (actors.count(tasks), actors.max_count(tasks)) == counts
 
 
 def test_in_this_process_actors_are_made_once_and_ray_is_not_started(out, make, tmp_path):
@@ -345,14 +309,14 @@ def test_in_this_process_a_job_starts_no_ray(monkeypatch):
         assert dashboard == ""
 
 
-def test_actors_cannot_shrink_below_their_number():
-    with pytest.raises(
-        BadInput, match=r"^resources\.max_actors: 2 .* resources\.actors 3 at least"
-    ):
-        Actors(actors=3, max_actors=2)
-
-
-@pytest.mark.parametrize("field", ["actors", "cpus_per_actor"])
-def test_resources_out_of_range_are_refused(field):
-    with pytest.raises(BadInput, match=f"^resources.{field}: -1 is not allowed"):
-        Actors(**{field: -1})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"actors": 3, "max_actors": 2}, r"max_actors: 2 .* resources\.actors 3 at least"),
+        ({"actors": -1}, "actors: -1 is not allowed"),
+        ({"cpus_per_actor": -1}, "cpus_per_actor: -1 is not allowed"),
+    ],
+)
+def test_resources_out_of_range_are_refused(settings, message):
+    with pytest.raises(BadInput, match=rf"^resources\.{message}"):
+        Actors(**settings)

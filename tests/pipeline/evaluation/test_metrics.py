@@ -31,19 +31,15 @@ def test_rank_is_the_place_behind_everything_not_surely_worse(task):
     assert pessimistic_ranks(np.array([scores]), np.array([label])).tolist() == [rank]
 
 
-@pytest.mark.parametrize("constant", [0.0, 1.0, -3.5, NAN, INF, -INF])
-@pytest.mark.parametrize("candidates", [2, 20, 100])
+@pytest.mark.parametrize(
+    ("constant", "candidates"), [(0.0, 2), (-3.5, 20), (NAN, 20), (INF, 20), (-INF, 20)]
+)
 def test_a_constant_scorer_earns_nothing(constant, candidates):
     """Always the last rank: R@k is 0 for every k below C, and only 1/C remains as MRR."""
     ranks = pessimistic_ranks(np.full((candidates, candidates), constant), np.arange(candidates))
     assert [recall_at(ranks, k) for k in range(1, candidates)] == [0] * (candidates - 1)
     assert recall_at(ranks, candidates) == 1
     assert summarise(ranks, candidates, [])["MRR"] == pytest.approx(1 / candidates)
-
-
-def test_a_score_that_is_no_number_is_worst_for_the_right_candidate_and_best_for_others():
-    scores = np.array([[NAN, 1.0, 2.0], [5.0, NAN, 2.0]])
-    assert pessimistic_ranks(scores, np.array([0, 0])).tolist() == [3, 2]
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32 - 1))

@@ -39,15 +39,6 @@ def test_intervals_are_those_of_resampled_examples(count, candidates):
         assert found[name] == pytest.approx((wanted.low, wanted.high), abs=0.1 * spread + 1 / count)
 
 
-def test_an_interval_holds_the_true_share_95_times_in_100():
-    rng = np.random.default_rng(0)
-    holds = 0
-    for _ in range(300):
-        low, high = intervals(np.where(rng.random(400) < 0.6, 1, 2), 20, [1])["R@1/20"]
-        holds += low <= 0.6 <= high
-    assert 0.90 < holds / 300 < 0.985  # four standard deviations are 0.05
-
-
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(0, 1000))
 def test_the_number_lies_in_its_interval_and_the_seed_decides(ranks, seed):
     found = intervals(np.array(ranks), 20, [1, 5], seed)
@@ -156,7 +147,7 @@ def test_a_few_disagreements_leave_no_less_open_than_none(questions):
 
 
 def test_the_interval_leaves_out_0_where_the_sign_test_does():
-    for wins, losses in itertools.product(range(20), repeat=2):
+    for wins, losses in itertools.combinations_with_replacement(range(20), 2):
         found = disagreeing(wins, losses, 300)
         low, high = found.interval
         if abs(found.p - 0.05) > 0.005:
@@ -215,8 +206,3 @@ def test_one_run_of_each_is_compared_as_ever():
     assert means.p == pytest.approx(alone.p, abs=0.02)
     assert means.interval == pytest.approx(alone.interval, abs=0.01)
     assert means.interval == mean_interval(1.0 * first - second, limits=(-1, 1))
-
-
-def test_equal_models_do_not_differ():
-    same = np.array([0, 0.5, 1])
-    assert compare_means("a", "b", same, same).p == 1

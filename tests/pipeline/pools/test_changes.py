@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.pools.changes import RowSet
@@ -19,6 +19,7 @@ def row_set(rows: list[tuple[int, int]]) -> RowSet:
     return RowSet.of(ids, contents)
 
 
+@settings(max_examples=20)
 @given(_ROWS, st.randoms(), st.integers(0, 8))
 def test_a_set_of_rows_is_the_same_in_any_order_and_in_parts(rows, random, cut):
     shuffled = random.sample(rows, len(rows))

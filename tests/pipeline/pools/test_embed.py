@@ -97,7 +97,7 @@ def json_lines(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-WRITERS = {"rows.parquet": parquet, "rows.jsonl": json_lines, "rows.jsonl.gz": json_lines}
+WRITERS = {"rows.parquet": parquet, "rows.jsonl.gz": json_lines}
 
 
 def shards_made(tasks: list[str]) -> list[str]:
@@ -110,9 +110,10 @@ def rows_of(pool: Pool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_rows_in_their_order(make, tmp_path, name):
-    pool = make(WRITERS[name](tmp_path / name, RECORDS))
-    assert rows_of(pool) == [(str(row["id"]), row["text"]) for row in RECORDS]
-    assert pool.artifact.counts == {"records": 7, "candidates": 7, "shards": 1}
+    records = [*RECORDS, {"id": "é/1", "text": " A\r\nb\u2028c\t🙂 "}]
+    pool = make(WRITERS[name](tmp_path / name, [{**row, "id": str(row["id"])} for row in records]))
+    assert rows_of(pool) == [(str(row["id"]), row["text"]) for row in records]
+    assert pool.artifact.counts == {"records": 8, "candidates": 8, "shards": 1}
     assert pool.artifact.manifest["dropped"] == {}
 
 
@@ -176,11 +177,8 @@ BAD_RECORDS = [
 
 def test_what_cannot_be_a_candidate_is_counted_once_by_reason(make, tmp_path):
     rows = [*RECORDS, *(row for row, _ in BAD_RECORDS), {"id": "x", "text": "good"}]
-    pool = make(
-        json_lines(tmp_path / "a.jsonl", rows),
-        repeated_ids="first",
-        reading=Reading(max_malformed_share=0.5),
-    )
+    tolerant = Reading(max_malformed_share=0.5)
+    pool = make(json_lines(tmp_path / "a.jsonl", rows), repeated_ids="first", reading=tolerant)
     assert rows_of(pool) == [*((str(row["id"]), row["text"]) for row in RECORDS), ("x", "good")]
     reasons = [reason for _, reason in BAD_RECORDS]
     assert pool.artifact.manifest["dropped"] == {name: reasons.count(name) for name in reasons}
@@ -195,8 +193,9 @@ def test_an_id_of_several_texts_is_refused(make, tmp_path):
         refused.value
     )
     assert "--embed.repeated-ids first" in str(refused.value)
-    # The same row again is no fault.
-    assert len(make(json_lines(tmp_path / "a.jsonl", rows[:-1]), name="w")) == 7
+    # The same row again is no fault, and a text that is dropped does not take its id.
+    rows = [*rows[:-1], {"id": 8, "text": "text 3"}, {"id": 8, "text": "other"}]
+    assert len(make(json_lines(tmp_path / "a.jsonl", rows), name="w")) == 8
 
 
 def test_texts_are_redacted_before_they_are_compared_and_hashed(make, tmp_path):
@@ -237,20 +236,6 @@ def test_a_parquet_file_of_many_row_groups_is_read_by_several_tasks(make, tmp_pa
     assert make(file, name="whole").artifact.manifest["files"] == pool.artifact.manifest["files"]
 
 
-def test_a_text_that_was_dropped_does_not_take_its_id(make, tmp_path):
-    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "a"}, {"id": 2, "text": "b"}]  # no fault
-    assert rows_of(make(json_lines(tmp_path / "a.jsonl", rows))) == [("1", "a"), ("2", "b")]
-
-
-def test_nulls_of_parquet_are_counted(make, tmp_path):
-    rows = [{"id": 1, "text": None}, {"id": None, "text": "a"}, {"id": 3, "text": "b"}]
-    pool = make(parquet(tmp_path / "a.parquet", rows), reading=Reading(max_malformed_share=0.5))
-    assert rows_of(pool) == [("3", "b")]
-    assert pool.artifact.manifest["dropped"] == {
-        "embed.id_column id: empty; allowed: text, numbers, dates": 1, "text is empty": 1,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("use", ["id_column", "filter_columns"])
 def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
     """pandas makes 2015.0 of integers with a gap, and timestamps of dates."""
@@ -275,7 +260,8 @@ def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
         assert pool.rows[0].select(list(texts)).to_pydict() == texts
         return
     tolerant = Reading(max_malformed_share=0.7)
-    for column, ids in texts.items():
+    for column in ("year", "price", "key"):
+        ids = texts[column]
         pool = make(file, id_column=column, name=column, reading=tolerant)
         assert [row_id for row_id, _ in rows_of(pool)] == [each for each in ids if each]
         reason = f"embed.id_column {column}: empty; allowed: text, numbers, dates"
@@ -283,15 +269,9 @@ def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
 
 
 def test_values_of_csv_are_those_that_pandas_had(make, tmp_path):
-    frame = pd.DataFrame(
-        {
-            "id": ["007", "7"],
-            "text": ["a", "b"],
-            "year": [2015, None],
-            "sold": [True, False],
-            "code": ["007.0", "1.10"],
-        }
-    )
+    ids_and_texts = {"id": ["007", "7"], "text": ["a", "b"]}
+    values = {"year": [2015, None], "sold": [True, False], "code": ["007.0", "1.10"]}
+    frame = pd.DataFrame({**ids_and_texts, **values})
     frame.to_csv(tmp_path / "a.csv", index=False)
     pool = make(tmp_path / "a.csv", filter_columns=("year", "sold", "code"))
     assert rows_of(pool) == [("007", "a"), ("7", "b")]
@@ -321,12 +301,6 @@ def test_a_date_that_python_has_no_year_for_is_refused(make, tmp_path):
         make(tmp_path / "a.parquet", filter_columns=("day",))
 
 
-def test_text_is_kept_to_the_letter(make, tmp_path):
-    text = " A\r\nb\u2028c\t🙂 "
-    pool = make(json_lines(tmp_path / "a.jsonl", [{"id": "é/1", "text": text}]))
-    assert rows_of(pool) == [("é/1", text)]
-
-
 def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
     rows = [{"id": number, "text": f"text {number}"} for number in range(300)]
     file = json_lines(tmp_path / "a.jsonl", rows)
@@ -340,29 +314,17 @@ def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
     assert [json.loads(line)["line"] for line in samples.read_text().splitlines()] == [301, 302]
 
 
-def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "a"}\nnot JSON\n')
-    with pytest.raises(BadInput, match=r"1 of 2 records \(50\.0%\) are malformed"):
-        make(tmp_path / "a.jsonl")
-
-
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'\n["a"]\n', "no text to embed ({'not a JSON object': 1})"),
         (
             "a.csv",
             b"id,body\n1,a\n",
             "embed.text_column: 'text' is not allowed; allowed: the columns",
         ),
-        ("a.jsonl", b'{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n',
-            "a.jsonl: text, or '': a hash of the text is the id",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n', "a.jsonl: text, or '': a hash of the text is the id"),
+        ("a.jsonl", b'{"id": 1, "text": "a"}\nnot JSON\n', "1 of 2 records (50.0%) are malformed"),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
-        ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n', mtime=0)[:-9], "cut off"),
         ("a.jsonl", b"", "no text to embed (no rows)"),
         ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed ({'text is empty': 1})"),
     ],
@@ -372,14 +334,8 @@ def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, n
     with pytest.raises(BadInput) as refused:
         make(tmp_path / name)
     assert message in str(refused.value)
-    assert "no text" in message or str(tmp_path / name) in str(refused.value)
+    assert message[:2] in ("no", "1 ") or str(tmp_path / name) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_a_parquet_file_without_the_column_is_refused(make, tmp_path):
-    file = parquet(tmp_path / "a.parquet", [{"id": 1, "body": "a"}])
-    with pytest.raises(BadInput, match=r"text_column: 'text' .*a\.parquet: id, body"):
-        make(file)
 
 
 @pytest.mark.parametrize(
@@ -408,15 +364,8 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     assert shards_made(actors_in_process) == [f"part-0000{n}" for n in range(4)]
     out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
-    prepared = embed.prepare(
-        out,
-        [str(file)],
-        *settings,
-        None,
-        None,
-        PRECISION,
-        Privacy(redact=True, authors="hash", salt=""),
-    )
+    privacy = Privacy(redact=True, authors="hash", salt="")
+    prepared = embed.prepare(out, [str(file)], *settings, None, None, PRECISION, privacy)
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, source="", top_k=10, sample=8,
                             canaries=prepared.canaries, plan=prepared.plan.name,
                             gate_name=prepared.asked.name)  # fmt: skip

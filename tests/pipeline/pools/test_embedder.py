@@ -153,16 +153,6 @@ def test_a_text_whose_hash_is_the_same_by_half_only_is_embedded(
     assert tokenised == TEXTS[:1]
 
 
-def test_windows_and_batches_do_not_change_what_comes_out(shard, model, written, monkeypatch):
-    work = shard(TEXTS)
-    work.make(model)
-    whole = dict(written)
-    monkeypatch.setattr(inference, "_WINDOW", 5)
-    work.make(model, batch_tokens=40)
-    for text in TEXTS:
-        np.testing.assert_allclose(written[text], whole[text], atol=0.03)
-
-
 def test_a_shard_is_written_and_the_next_is_read_while_another_is_in_the_model(
     shard, model, monkeypatch
 ):

@@ -115,11 +115,11 @@ def test_answers_of_several_shards_are_one_list():
 
 
 def test_the_answers_of_many_shards_take_no_more_memory_than_those_of_few():
-    contexts = [[f"canary {n}"] for n in range(50)]
+    contexts = [[f"canary {n}"] for n in range(20)]
     facts, _ = record()
 
     def answers(shards):
-        """600 kB each."""
+        """240 kB each."""
         for shard in range(shards):
             best = [[(float(rank), f"{shard} {rank}") for rank in range(50)] for _ in contexts]
             yield ShardAnswers(best, best)

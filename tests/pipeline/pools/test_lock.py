@@ -43,17 +43,13 @@ def leave(pools: str, number: int = 1, **facts) -> str:
 
 def test_a_lock_is_held_by_one_and_free_afterwards(pools):
     for _ in range(2):
-        with locked(pools, "p", 60):
+        with pytest.raises(ArithmeticError), locked(pools, "p", 60):
             assert len(files(pools)) == 1
-            with (
-                pytest.raises(
-                    Stopped, match=rf"pool p: pid {os.getpid()} on .*, since 2.* works on it"
-                ),
-                locked(pools, "p", 60),
-            ):
+            message = rf"pool p: pid {os.getpid()} on .*, since 2.* works on it"
+            with pytest.raises(Stopped, match=message), locked(pools, "p", 60):
                 pass
             with locked(pools, "q", 60):  # another pool is another matter
-                pass
+                raise ArithmeticError
         assert files(pools) == []
 
 
@@ -70,12 +66,6 @@ def test_the_lock_of_current_is_waited_for_and_is_another_one(pools, monkeypatch
                 pass
 
 
-def test_a_lock_is_free_after_a_failure(pools):
-    with pytest.raises(ArithmeticError), locked(pools, "p", 60):
-        raise ArithmeticError
-    assert files(pools) == []
-
-
 def test_a_lock_that_nobody_renews_is_taken_over_and_that_is_said(pools, capsys):
     leave(pools, number=4, until=time.time() - 1)
     with locked(pools, "p", 60) as held:
@@ -84,10 +74,11 @@ def test_a_lock_that_nobody_renews_is_taken_over_and_that_is_said(pools, capsys)
         held.check()
 
 
-def test_a_lock_of_another_machine_is_respected_until_its_time_is_out(pools):
-    leave(pools)
-    with pytest.raises(Stopped, match="pid 1 on far"), locked(pools, "p", 60):
-        pass
+def test_a_living_owner_holds_its_lock(pools):
+    for facts in ({}, {"machine": locks._machine(), "pid": os.getppid()}):  # elsewhere, and here
+        leave(pools, **facts)
+        with pytest.raises(Stopped, match=" on far, since"), locked(pools, "p", 60):
+            pass
 
 
 def test_a_dead_process_of_this_machine_holds_no_lock(pools, capsys):
@@ -96,12 +87,6 @@ def test_a_dead_process_of_this_machine_holds_no_lock(pools, capsys):
     leave(pools, machine=locks._machine(), pid=dead.pid)
     with locked(pools, "p", 60):
         assert "took over" in capsys.readouterr().out
-
-
-def test_a_living_process_of_this_machine_holds_its_lock(pools):
-    leave(pools, machine=locks._machine(), pid=os.getppid())
-    with pytest.raises(Stopped), locked(pools, "p", 60):
-        pass
 
 
 def test_of_many_that_come_at_once_one_holds_the_lock(tmp_path):

@@ -108,21 +108,21 @@ def make(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
-@given(rows_lists)
-def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
-    made, kept, _ = make(rows)
+@settings(max_examples=20)  # each plans a pool, in 50 to 150 ms
+@given(
+    rows_lists,
+    rows_lists,
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.lists(st.sampled_from("abcdefgh")),
+)
+def test_a_plan_is_that_of_rows_that_come_one_by_one(make, rows, old, size, count, wanted):
+    hashes = [content_hash(text)[:16] for text in wanted]
+    made, kept, places_before = make(rows, old, rows_per_shard=size, texts=count, hashes=hashes)
     expected, dropped = one_by_one(rows)
     assert kept == expected
-    assert made.dropped == dropped
-    assert made.rows == len(expected)
-
-
-@pytest.mark.slow
-@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
-@given(rows_lists, rows_lists)
-def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(make, rows, old):
-    made, kept, places_before = make(rows, old)
+    assert (made.dropped, made.rows) == (dropped, len(expected))
+    # Changes are those of ids, and known texts have their places.
     was = one_by_one(old)[0]
     texts_before, texts_now = dict(was), dict(kept)
     assert made.changes == Changes(
@@ -131,29 +131,22 @@ def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(
         same=sum(row in was for row in kept),
         gone=sum(name not in texts_now for name in texts_before),
     )
+    assert made.changes.none == (sorted(kept) == sorted(was))
     places = {text: place for place, (_, text) in enumerate(was)}
     assert places_before == [places.get(text, NEW) for _, text in kept]
     assert made.known == sum(place >= 0 for place in places_before)
-
-
-@pytest.mark.slow
-@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
-@given(rows_lists, rows_lists)
-def test_only_the_same_rows_are_no_change(make, rows, old):
-    made, kept, _ = make(rows, old)
-    assert made.changes.none == (sorted(kept) == sorted(one_by_one(old)[0]))
-
-
-@pytest.mark.slow
-@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
-@given(rows_lists, st.integers(1, 6))
-def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
-    made, kept, _ = make(rows, rows_per_shard=size)
-    assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
-    for shard, slices in enumerate(made.shards.values()):
-        wanted = kept[shard * size : (shard + 1) * size]
+    # Shards are full but for the last one.
+    shards = [kept[start : start + size] for start in range(0, len(kept), size)]
+    assert list(made.shards) == [f"part-{n:05d}" for n in range(len(shards))]
+    for slices, shard in zip(made.shards.values(), shards, strict=True):
         found = [verdicts.read_verdicts(make.out, made.name, part)[0][a:b] for part, a, b in slices]
-        assert int((np.concatenate(found) >= NEW).sum()) == len(wanted)
+        assert int((np.concatenate(found) >= NEW).sum()) == len(shard)
+    # Texts are chosen by their hashes, and looked for by them.
+    texts = sorted((text for _, text in kept), key=content_hash)
+    assert made.first == tuple(texts[:count])
+    assert list(made.present) == [
+        key for key, text in zip(hashes, wanted, strict=True) if text in texts
+    ]
 
 
 valued = st.tuples(st.sampled_from("123456"), st.sampled_from("abc"), st.sampled_from("xyz"))
@@ -215,19 +208,6 @@ def test_long_texts_make_shards_of_fewer_rows(make, monkeypatch):
     assert kept == rows
     counts = [sum(end - start for _, start, end in slices) for slices in made.shards.values()]
     assert counts == [3, 1, 2, 1]
-
-
-@pytest.mark.slow
-@settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
-@given(rows_lists, st.integers(1, 5), st.lists(st.sampled_from("abcdefgh"), max_size=4))
-def test_texts_are_chosen_by_their_hashes_and_looked_for_by_them(make, rows, count, wanted):
-    keys = [content_hash(text)[:16] for text in wanted]
-    made, kept, _ = make(rows, texts=count, hashes=keys)
-    texts = sorted((text for _, text in kept), key=content_hash)
-    assert made.first == tuple(texts[:count])
-    assert list(made.present) == [
-        key for key, text in zip(keys, wanted, strict=True) if text in texts
-    ]
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import gc
 import json
 import os
 import resource
-import subprocess
-import sys
+import shutil
 import threading
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from pipeline.config import BadInput
 from pipeline.engine.draft import Draft, draft
 from pipeline.pools import checksums
 from pipeline.pools.embed import EmbedConfig
-from pipeline.pools.pool import Pool, current_uri, describe, make_current
+from pipeline.pools.pool import Pool, describe, make_current
 from pipeline.pools.shard import ROWS, load_matrix, open_shard
 from pipeline.search import search
 
@@ -32,7 +31,7 @@ WIDTH = 4
 MAPS = Path("/proc/self/maps")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def publish(publish_pool):
     """`publish(folder, "v1", sizes)`: a version with shards of `sizes`.
 
@@ -55,27 +54,30 @@ def publish(publish_pool):
     return run
 
 
+@pytest.fixture(scope="session")
+def published(tmp_path_factory, publish) -> Path:
+    folder = tmp_path_factory.mktemp("pools")
+    publish(folder, "v1")
+    publish(folder, "v2", sizes=(2,), first=100)
+    make_current(str(folder), "p", "v1")
+    return folder
+
+
 @pytest.fixture
-def pools(tmp_path, publish) -> Path:
+def pools(published, tmp_path) -> Path:
     """Pool "p" with the versions v1 (6 rows) and v2 (2 rows, ids from 100); v1 is current."""
-    publish(tmp_path, "v1")
-    publish(tmp_path, "v2", sizes=(2,), first=100)
-    make_current(str(tmp_path), "p", "v1")
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_a_pool_opens_as_current_says_and_a_version_by_its_name(pools, slash):
-    current = Pool.open(f"{pools}/p{slash}")
+def test_a_pool_opens_as_current_says_and_a_version_by_its_name(pools, monkeypatch):
+    current = Pool.open(f"{pools}/p")
     assert (current.name, current.version, len(current)) == ("p", "v1", 6)
-    other = Pool.open(f"{pools}/p/v2{slash}")
+    other = Pool.open(f"{pools}/p/v2/")
     assert (other.name, other.version, len(other)) == ("p", "v2", 2)
     assert other.row(1).id == "id101"
-
-
-def test_a_relative_path_opens_the_same_pool(pools, monkeypatch):
     monkeypatch.chdir(pools)
-    assert Pool.open("p").artifact.uri == str(pools / "p" / "v1")
+    assert Pool.open("p/").artifact.uri == str(pools / "p" / "v1")
 
 
 def test_describe_says_what_is_open(pools):
@@ -185,22 +187,12 @@ def test_readers_find_a_whole_version_at_any_moment_of_a_change(pools):
     writer = threading.Thread(target=change)
     writer.start()
     try:
-        seen = {(pool.version, len(pool)) for pool in (Pool.open(f"{pools}/p") for _ in range(150))}
+        seen = {(pool.version, len(pool)) for pool in (Pool.open(f"{pools}/p") for _ in range(50))}
     finally:
         stop.set()
         writer.join()
     assert seen <= {("v1", 6), ("v2", 2)}
     assert sorted(path.name for path in (pools / "p").iterdir()) == ["CURRENT", "v1", "v2"]
-
-
-def test_a_write_that_fails_leaves_the_old_current(pools, monkeypatch):
-    def fails(self, target):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", fails)
-    with pytest.raises(OSError, match="no space left"):
-        make_current(str(pools), "p", "v2")
-    assert Path(current_uri(str(pools), "p")).read_text() == "v1\n"
 
 
 # Refusals
@@ -214,27 +206,13 @@ def test_a_pool_that_is_not_there_is_refused(pools):
 
 
 def test_a_pool_without_a_current_version_is_refused(pools):
+    for named in ("v3", ""):
+        make_current(str(pools), "p", named)
+        with pytest.raises(BadInput, match="not a pool"):
+            Pool.open(f"{pools}/p")
     (pools / "p" / "CURRENT").unlink()
     with pytest.raises(BadInput, match="/p: not a pool"):
         Pool.open(f"{pools}/p")
-
-
-@pytest.mark.parametrize("named", ["v3", ""])
-def test_a_current_that_names_no_version_is_refused(pools, named):
-    make_current(str(pools), "p", named)
-    with pytest.raises(BadInput, match="not a pool"):
-        Pool.open(f"{pools}/p")
-
-
-def test_an_unfinished_version_is_refused(pools):
-    draft(str(pools / "p" / "v3"), "pool", EmbedConfig(), {"model": MODEL})
-    with pytest.raises(BadInput, match="/p/v3: unfinished"):
-        Pool.open(f"{pools}/p/v3")
-
-
-def test_an_artifact_of_another_kind_is_refused(pools, tiny_ranker):
-    with pytest.raises(BadInput, match="kind is 'ranker'; needed here: pool"):
-        Pool.open(tiny_ranker("poly").uri)
 
 
 FILES = ["vectors/part-00001.npy", "rows/part-00002.arrow", "norms/part-00000.npy",
@@ -242,14 +220,15 @@ FILES = ["vectors/part-00001.npy", "rows/part-00002.arrow", "norms/part-00000.np
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["longer", "shorter", "missing"])
-def test_a_file_that_is_not_what_the_manifest_names_is_refused_naming_it(pools, name, damage):
+def test_a_file_that_is_not_what_the_manifest_names_is_refused_naming_it(pools, name):
     file = pools / "p" / "v1" / name
     data = file.read_bytes()
-    file.unlink()
-    if damage != "missing":
-        file.write_bytes(data + b"." if damage == "longer" else data[:-1])
-    with pytest.raises(BadInput, match=rf"{name}: (has|is) .*; manifest.json says {len(data):,}"):
+    file.write_bytes(data[:-1])
+    with pytest.raises(BadInput, match=rf"{name}: has .*; manifest.json says {len(data):,}"):
+        Pool.open(f"{pools}/p")
+    file.write_bytes(data)
+    flip(file)
+    with pytest.raises(BadInput, match=rf"v1/{name}: damaged"):
         Pool.open(f"{pools}/p")
 
 
@@ -266,13 +245,6 @@ def flip(file: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_corrupted_byte_is_found_the_first_time_and_named(pools, name):
-    flip(pools / "p" / "v1" / name)
-    with pytest.raises(BadInput, match=rf"v1/{name}: damaged"):
-        Pool.open(f"{pools}/p")
 
 
 def test_the_note_that_checksums_passed_lies_in_the_cache_folder(pools, tmp_path, monkeypatch):
@@ -365,47 +337,3 @@ def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(poo
     (line,) = str(refused.value).splitlines()
     assert pool.artifact.uri in line
     assert "the model aaaa, not by models/other (bbbb)" in line
-
-
-_HOLD = """
-import sys
-import numpy as np
-from pipeline.pools.pool import Pool
-pool = Pool.open(sys.argv[1], check="never")
-np.sum([shard.vectors.matrix.sum() for shard in pool.shards])  # every page is read
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_two_processes_that_open_a_pool_share_its_memory(tmp_path, publish):
-    """A page that two map counts half in each one's proportional set size."""
-    uri = publish(tmp_path, "v1", sizes=(100_000,))
-    held = 100_000 * WIDTH * 4
-    command = [sys.executable, "-c", _HOLD, uri]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == [b"open\n"] * 2
-        resident, shared_out = np.array(
-            [_memory_of(process.pid, f"{uri}/vectors/") for process in processes]
-        ).T
-    finally:
-        for process in processes:
-            process.communicate()
-    assert (resident >= held).all()
-    assert shared_out.sum() <= 1.1 * held
-
-
-def _memory_of(pid: int, files: str) -> tuple[int, int]:
-    """(resident, proportional) bytes of what a process maps of some files."""
-    sizes = {"Rss": 0, "Pss": 0}
-    mapped = False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            mapped = files in line
-        elif mapped and name[:-1] in sizes:
-            sizes[name[:-1]] += int(rest[0]) * 1024
-    return sizes["Rss"], sizes["Pss"]

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.pools.sketch import (
-    CODED,
-    MISCODED,
-    MISSED,
-    fit_rotation,
-    is_orthonormal,
-    sketch,
-)
-from pipeline.pools.vector_format import FILE_DTYPES, LENGTH, decode, encode, lengths
+from pipeline.pools.sketch import CODED, MISCODED, MISSED, fit_rotation, is_orthonormal, sketch
+from pipeline.pools.vector_format import FILE_DTYPES, LENGTH, decode, encode
 from pipeline.search import bounds as module
 from pipeline.search.bounds import sketch_columns, upper_bounds, vector_columns
 
@@ -54,7 +47,7 @@ def exceeds(bounds_QN, rows, contexts) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(rows_and_contexts(), st.integers(1, 80))
 def test_no_product_exceeds_its_bound(task, centres):
     dtype, rows, contexts = task
@@ -126,7 +119,7 @@ def test_centres_of_few_vectors_are_the_vectors_and_of_many_lie_among_them():
 # What a pool keeps
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(rows_and_contexts())
 def test_what_is_kept_is_near_and_stays_as_it_is(task):
     dtype, rows, _ = task
@@ -184,9 +177,3 @@ def test_the_directions_hold_nearly_all_energy_in_as_few_as_needed():
     assert rotation.shape == (256, 64)
     assert np.linalg.norm(rows @ rotation) ** 2 / np.linalg.norm(rows) ** 2 > 0.95
     assert fit_rotation(np.zeros((0, 256))).shape[0] == 256
-
-
-def test_lengths_are_rounded_up():
-    rng = np.random.default_rng(3)
-    rows = rng.normal(size=(1000, 7)) * 10.0 ** rng.integers(-40, 40, (1000, 1))
-    assert (lengths(rows) >= np.linalg.norm(rows, axis=1)).all()

@@ -38,6 +38,7 @@ from tests.pipeline.search.test_exact import (
     float64_scores,
     pool_of,
     tasks,
+    tight_pools,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -166,9 +167,12 @@ def test_a_score_is_as_sensitive_as_said(m):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "device_dtype"), [*((dtype, "bfloat16") for dtype in DTYPES), ("float32", "float32")]
+    ("dtype", "device_dtype", "q", "m"),
+    [
+        *((dtype, "bfloat16", 16, 64) for dtype in DTYPES),
+        *(("float32", "float32", q, m) for q, m in ((1, 64), (16, 64), (1, 1), (5, 150))),
+    ],
 )
-@pytest.mark.parametrize(("q", "m"), [(1, 64), (16, 64), (1, 1), (5, 150)])
 def test_thousands_of_rows_of_many_dimensions(device, dtype, device_dtype, q, m):
     """As vectors of texts are; few rows are scored in float64."""
     rng = np.random.default_rng(5)
@@ -215,22 +219,11 @@ def test_scores_are_those_of_parlai(shared, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=10 if INTERPRETED else 50)
-@given(st.data())
-def test_scores_just_below_or_above_the_kth_change_no_answer(device, data):
-    """Where the vectors are the unit vectors, the rows are the logits themselves."""
-    m, n = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 30))
-    threshold = np.float32(data.draw(st.sampled_from([1.0, -1.0, 1e-3, 300.0, -300.0])))
-    steps = data.draw(st.lists(st.integers(-40, 40), min_size=n, max_size=n))
-    logits = np.full((n, m), threshold)
-    for row, step in zip(logits, steps, strict=True):
-        row += step * np.spacing(threshold)
-    lower = data.draw(st.lists(st.integers(0, n * m - 1), max_size=n))
-    logits.ravel()[lower] -= np.float32(2.0)
-    top_k = data.draw(st.integers(1, n))
-    pool, vectors = pool_of(logits), np.eye(m)[None]
-    at_once = top_rows(pool, vectors, n, method="exact")
-    found = top_rows(on(pool, data.draw(st.sampled_from(DEVICE_DTYPES)), device), vectors, top_k)
+@settings(max_examples=10 if INTERPRETED else 30)
+@given(tight_pools(), st.sampled_from(DEVICE_DTYPES))
+def test_scores_just_below_or_above_the_kth_change_no_answer(device, task, dtype):
+    pool, vectors, top_k, at_once = task
+    found = top_rows(on(pool, dtype, device), vectors, top_k)
     np.testing.assert_array_equal(found.places[0], at_once.places[0, :top_k])
     np.testing.assert_array_equal(found.scores[0], at_once.scores[0, :top_k])
 

@@ -108,7 +108,7 @@ def tasks(draw):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "form"), FORMS)
-@settings(max_examples=70)
+@settings(max_examples=50)
 @given(tasks(), st.data())
 def test_finds_what_float64_over_all_rows_finds(method, form, task, data):
     pool, vectors, mask, top_k, attention, among = task
@@ -123,7 +123,7 @@ def test_finds_what_float64_over_all_rows_finds(method, form, task, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tasks())
 def test_both_methods_and_the_plain_order_agree_to_the_last_tie(task):
     """Whole numbers: float32 is exact, so the order is as well."""
@@ -142,9 +142,8 @@ def test_both_methods_and_the_plain_order_agree_to_the_last_tie(task):
             assert found.scores[query].tolist() == sorted(products, reverse=True)[: len(order)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "q"), [*((dtype, 16) for dtype in DTYPES), ("float32", 1)])
 @pytest.mark.parametrize(("method", "form"), FORMS)
-@pytest.mark.parametrize("q", [1, 16])
 def test_thousands_of_rows_of_many_dimensions(monkeypatch, method, form, dtype, q):
     """As vectors of texts are: most of the energy in some directions, context vectors alike."""
     monkeypatch.setattr(module, "FORMS", {method: (form,)})
@@ -232,15 +231,8 @@ def test_one_context_and_a_batch_of_contexts_get_the_same_answers():
                                   search(pool, vectors[:1], 5, np.ones((1, 3))).scores[0])  # fmt: skip
 
 
-def test_ids_are_those_of_the_rows():
-    pool = pool_of([[0.0], [9.0], [5.0], [7.0]], cuts=[2, 3])
-    answer = search(pool, [[1.0]], 3)
-    assert answer.ids == ["id1", "id3", "id2"]
-    assert answer.scores.tolist() == [9.0, 7.0, 5.0]
-
-
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("block_rows", [1, 7, 100, 1000])
+@pytest.mark.parametrize("block_rows", [7, 1000])
 def test_rows_of_the_same_vector_stand_in_the_order_of_their_ids_wherever_they_lie(
     monkeypatch, block_rows, method
 ):
@@ -287,26 +279,32 @@ def test_rows_that_cannot_reach_the_top_are_not_scored(scored, monkeypatch, meth
     assert 555 in places
 
 
-@pytest.mark.parametrize(("method", "form"), FORMS)
-@settings(max_examples=50)
-@given(st.data())
-def test_a_greatest_logit_just_below_or_above_the_threshold_changes_no_answer(method, form, data):
-    m, n = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 30))
-    threshold = np.float32(data.draw(st.sampled_from([1.0, -1.0, 1e-3, 300.0, -300.0])))
-    steps = data.draw(st.lists(st.integers(-40, 40), min_size=n, max_size=n))
+@st.composite
+def tight_pools(draw):
+    """(pool, vectors, top_k, all rows by their scores); some scores are just below or above the k-th one. The
+    vectors are the unit vectors, so the rows are the logits themselves."""
+    m, n = draw(st.integers(2, 5)), draw(st.integers(2, 30))
+    threshold = np.float32(draw(st.sampled_from([1.0, -1.0, 1e-3, 300.0, -300.0])))
+    steps = draw(st.lists(st.integers(-40, 40), min_size=n, max_size=n))
     logits = np.full((n, m), threshold)
     for row, step in zip(logits, steps, strict=True):
         row += step * np.spacing(threshold)
-    lower = data.draw(st.lists(st.integers(0, n * m - 1), max_size=n))
+    lower = draw(st.lists(st.integers(0, n * m - 1), max_size=n))
     logits.ravel()[lower] -= np.float32(2.0)  # greatest logit at the threshold, score below it
-    top_k = data.draw(st.integers(1, n))
-    vectors = np.eye(m)[None]
-    at_once = top_rows(pool_of(logits), vectors, n, method="exact")
+    pool, vectors = pool_of(logits), np.eye(m)[None]
+    return pool, vectors, draw(st.integers(1, n)), top_rows(pool, vectors, n, method="exact")
+
+
+@pytest.mark.parametrize(("method", "form"), FORMS)
+@settings(max_examples=30)
+@given(tight_pools(), st.data())
+def test_scores_just_below_or_above_the_kth_change_no_answer(method, form, task, data):
+    pool, vectors, top_k, at_once = task
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS"):
             patch.setattr(module, name, data.draw(st.integers(1, 4)))
         patch.setattr(module, "FORMS", {method: (form,)})
-        found = top_rows(pool_of(logits), vectors, top_k, method=method)
+        found = top_rows(pool, vectors, top_k, method=method)
     np.testing.assert_array_equal(found.places[0], at_once.places[0, :top_k])
     np.testing.assert_array_equal(found.scores[0], at_once.scores[0, :top_k])
 
