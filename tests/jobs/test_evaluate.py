@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlflow
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
+from pipeline.config import BadInput
 from pipeline.corpora.formats import wikipedia
 from pipeline.engine import executors
 from pipeline.evaluation import protocols
@@ -22,7 +24,7 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
-from pipeline.models import inference, interop
+from pipeline.models import inference, interop, sources
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
 from pipeline.pools.pool import Pool
@@ -46,6 +48,25 @@ def evaluate(run_job_here, tiny_ranker, convai2_corpus):
     return run
 
 
+@pytest.fixture
+def prepared(actors_in_process, tmp_path):
+    """`prepared("pairs", {"valid.csv": text, …})`: the URI of a corpus of files with these texts."""
+
+    def run(name: str, files: dict[str, str]) -> str:
+        (tmp_path / "in").mkdir()
+        for file, text in files.items():
+            (tmp_path / "in" / file).write_text(text)
+        output = str(tmp_path / "corpus")
+        config = prepare_corpus.Config(format=name, input=(str(tmp_path / "in"),), output=output)
+        return prepare_corpus.run(config)["output"]
+
+    return run
+
+
+def table_of(pairs: list[tuple[str, str]]) -> str:
+    return "context,response\n" + "".join(f"{turn},{response}\n" for turn, response in pairs)
+
+
 def own_metrics(rows, ranker) -> dict[str, float]:
     """float64, one context at a time, with the formula of the paper written out."""
     vectors_NMD, _ = inference.context_vectors(ranker, [row["context"] for row in rows])
@@ -65,16 +86,14 @@ def own_metrics(rows, ranker) -> dict[str, float]:
     return {**recalls, "MRR": (1 / ranks).mean()}
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranker, architecture):
-    summary = evaluate(*QUICK, models=[architecture]).summary
+def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranker):
+    summary = evaluate(*QUICK).summary
     files = convai2_corpus.files("valid/", ".parquet")
     rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
-    wanted = own_metrics(rows, load_ranker(tiny_ranker(architecture).local()))
+    wanted = own_metrics(rows, load_ranker(tiny_ranker("poly").local()))
     assert summary["examples"] == len(rows) == convai2_corpus.counts["examples.valid"]
-    assert list(summary["table"]) == [architecture]
     # bf16 hardware rounds a text as its batch is padded: a few of the candidates change places.
-    assert summary["table"][architecture] == pytest.approx(wanted, abs=0.01)
+    assert summary["table"]["poly"] == pytest.approx(wanted, abs=0.01)
     assert wanted["R@10/20"] > wanted["R@1/20"] > 0
 
 
@@ -199,15 +218,6 @@ def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, conv
     assert files == {"table.json", "table.md", "table.png"}
 
 
-def test_candidates_are_sampled_where_the_corpus_gives_none(evaluate):
-    options = ("--split", "train", "--source", "sampled", "--candidates", 5, "--max-examples", 200,
-               "--latency-queries", 0)  # fmt: skip
-    summary = evaluate(*options, "--recall-at", 1, 4, 5).summary
-    assert list(summary["table"]["poly"]) == ["R@1/5", "R@4/5", "MRR"]
-    assert abs(summary["table"]["chance"]["R@1/5"] - 0.2) < 0.15
-    assert (summary["split"], summary["examples"]) == ("train", 200)
-
-
 def test_a_protocol_sets_what_is_not_set_by_hand(convai2_corpus):
     rules = {"convai2": ("given", 20, [1, 2, 5, 10]), "dstc7": ("given", 100, [1, 10, 50]),
              "ubuntu": ("given", 10, [1, 2, 5]), "wikipedia": ("others", 10_001, [1, 10, 100]),
@@ -225,44 +235,28 @@ def test_a_protocol_sets_what_is_not_set_by_hand(convai2_corpus):
     assert (found.source, found.candidates, found.recall_at) == tuple(by_hand.values())
 
 
-def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
-    evaluate, actors_in_process, tmp_path
-):
+def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(evaluate, prepared):
     """By default, as a pool has all answers: those of train and of valid, each once."""
-    rows = {
-        "train": [(f"how do i open {n} ?", f"turn key {n} .") for n in range(30)],
-        "valid": [*((f"opening {n} , please", f"turn key {n} .") for n in range(2)),
-                  ("and the door ?", "there is none ."), ("a window ?", "push it .")],
-    }  # fmt: skip
-    for name, pairs in rows.items():
-        lines = ["context,response", *(f"{context},{response}" for context, response in pairs)]
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines).replace(" , ", " "))
-    files = tuple(str(tmp_path / f"{name}.csv") for name in rows)
-    config = prepare_corpus.Config(format="pairs", input=files, output=str(tmp_path / "corpus"))
-    corpus = prepare_corpus.run(config)["output"]
-    done = evaluate(*QUICK, corpus=corpus)
+    train = [(f"how do i open {n} ?", f"turn key {n} .") for n in range(30)]
+    valid = [(f"please open {n}", f"turn key {n} .") for n in range(2)]
+    valid += [("and the door ?", "there is none ."), ("a window ?", "push it .")]
+    files = {"train.csv": table_of(train), "valid.csv": table_of(valid)}
+    done = evaluate(*QUICK, corpus=prepared("pairs", files))
     assert (done.summary["examples"], done.summary["candidates"]) == (4, 32)
     assert list(done.summary["table"]["poly"]) == ["R@1/32", "R@3/32", "MRR"]
     assert "2 of the 4 right answers also stand in train/" in done.stdout
     assert "fewer than 100 questions say little" in done.stdout
 
 
-def test_known_contexts_count_as_in_a_pool(
-    evaluate, tiny_ranker, run_job_here, actors_in_process, tmp_path
-):
+def test_known_contexts_count_as_in_a_pool(evaluate, tiny_ranker, run_job_here, prepared, tmp_path):
     """The ranks are those of the vectors that `embed_pool --embed.context-column` writes of train/."""
     known = [(f"how do i open door {n % 9} {n} ?", f"turn key {n % 9} .") for n in range(27)]
     asked = [(f"please open door {n}", f"turn key {n} .") for n in range(9)] + [("why ?", "so .")]
-    for name, pairs in {"train": known, "valid": asked}.items():
-        rows = (f"{context},{response}\n" for context, response in pairs)
-        (tmp_path / f"{name}.csv").write_text("context,response\n" + "".join(rows))
-    files = tuple(str(tmp_path / f"{name}.csv") for name in ("train", "valid"))
-    config = prepare_corpus.Config(format="pairs", input=files, output=str(tmp_path / "corpus"))
-    corpus = prepare_corpus.run(config)["output"]
+    corpus = prepared("pairs", {"train.csv": table_of(known), "valid.csv": table_of(asked)})
     fp32 = ("--known-contexts", "true", "--precision", "fp32")
     done = evaluate(*QUICK, *fp32, models=["bi"], corpus=corpus)
 
-    (tmp_path / "pool.csv").write_text((tmp_path / "train.csv").read_text() + ",so .\n")
+    (tmp_path / "pool.csv").write_text(table_of(known) + ",so .\n")
     embedded = run_job_here(
         "embed_pool", "--model", tiny_ranker("bi").uri, "--candidates", tmp_path / "pool.csv",
         "--pools", tmp_path / "pools", "--name", "p", "--embed.text-column", "response",
@@ -280,12 +274,22 @@ def test_known_contexts_count_as_in_a_pool(
     found = done.summary["table"]["bi"]
     assert found["R@1/10"] == pytest.approx((ranks_N == 1).mean())
     assert found["MRR"] == pytest.approx((1 / ranks_N).mean())
-    assert (
-        found
-        != evaluate(*QUICK, "--precision", "fp32", models=["bi"], corpus=corpus).summary["table"][
-            "bi"
-        ]
-    )
+    without = evaluate(*QUICK, "--precision", "fp32", models=["bi"], corpus=corpus)
+    assert found != without.summary["table"]["bi"]
+
+
+def test_an_encoder_whose_vectors_are_none_of_ours_is_left_out_of_the_table(
+    run_job_here, tiny_ranker, tmp_path
+):
+    """Its ranker was trained on the transformer alone, and is evaluated as any other."""
+    run_job_here("convert_model", "--model", tiny_ranker("bi").uri, "--output", tmp_path / "published",
+                 "--to", "sentence-transformers")  # fmt: skip
+    folder = tmp_path / "published" / "context"
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "max"}))
+    _, reference = sources.open_encoder(str(folder))
+    ranker = SimpleNamespace(manifest={"inputs": {"encoder": reference}})
+    config = evaluate_job.Config(model=("m",), corpus="c")
+    assert evaluate_job._untrained_baselines([ranker], None, config, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -312,9 +316,8 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
         ("convert_model", "--model", tiny_ranker("bi").uri, "--to", "sentence-transformers",
          "--output", "published"),
         ("finetune", "--encoder", "published/context", "--corpus", "corpus", "--output", "ranker",
-         "--ranker.architecture", "bi", "--finetune.max-steps", 2, "--finetune.batch-examples", 8,
-         "--loop.validate-every-epochs", 0, "--ranker.max-context-tokens", 48,
-         "--ranker.max-candidate-tokens", 32, *ONE_WORKER),
+         "--ranker.architecture", "bi", "--finetune.epochs", 0, "--finetune.batch-examples", 8,
+         "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, *ONE_WORKER),
     ):  # fmt: skip
         assert run_job_here(verb, *options).code == 0
     job = ("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
@@ -340,47 +343,6 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert "untrained context" not in run_job_here(*job).summary["table"]
 
 
-def test_an_encoder_whose_vectors_are_none_of_ours_is_left_out_of_the_table(
-    run_job_here, tiny_ranker, actors_in_process, tmp_path, monkeypatch
-):
-    """Its ranker was trained on the transformer alone, and is evaluated as any other."""
-    monkeypatch.chdir(tmp_path)
-    rows = [f"how do i open {n} ?,turn key {n} ." for n in range(30)]
-    (tmp_path / "faq.csv").write_text("\n".join(["context,response", *rows]))
-    for verb, *options in (
-        ("prepare_corpus", "--format", "pairs", "--input", tmp_path / "faq.csv", "--output", "corpus"),
-        ("convert_model", "--model", tiny_ranker("bi").uri, "--to", "sentence-transformers",
-         "--output", "published"),
-    ):  # fmt: skip
-        assert run_job_here(verb, *options).code == 0
-    pooling = tmp_path / "published" / "context" / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps({"pooling_mode": "max"}))
-    finetune = (
-        "finetune", "--encoder", "published/context", "--corpus", "corpus", "--output", "ranker",
-        "--ranker.architecture", "bi", "--finetune.epochs", 0, "--finetune.batch-examples", 8,
-        "--ranker.max-context-tokens", 48,
-        "--ranker.max-candidate-tokens", 32, *ONE_WORKER,
-    )  # fmt: skip
-    assert run_job_here(*finetune).code == 0
-    done = run_job_here("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
-    assert list(done.summary["table"]) == ["chance", "tf-idf", "bm25", "bi"]
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("--protocol", "pair", "'pairs', 'auto'; did you mean pairs?"),
-        ("--source", "x", "'protocol'"),
-    ],
-)
-def test_a_value_of_several_kinds_of_choices_is_refused_with_all_of_them(
-    evaluate, option, value, allowed
-):
-    refusal = evaluate(option, value).refusal
-    assert f"{option[2:]}: {value!r} is not allowed; allowed: '" in refusal
-    assert refusal.endswith(allowed)
-
-
 def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
     evaluate, tiny_ranker, convai2_corpus
 ):
@@ -398,12 +360,10 @@ def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
     assert truncation(ranker, [["a"]], ["a"]).startswith("1 of 1 candidates are longer")
 
 
-def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
+def test_questions_that_nobody_can_answer_are_counted(evaluate, prepared):
     lines = ["1 your persona: i am .", *(f"{n} hi\tyes\t\tyes|no|yes" for n in range(2, 5))]
-    (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
-    output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
-    done = evaluate("--candidates", 3, "--recall-at", 1, *QUICK, corpus=output)
+    corpus = prepared("convai2", {"valid_self_original.txt": "\n".join(lines) + "\n"})
+    done = evaluate("--candidates", 3, "--recall-at", 1, *QUICK, corpus=corpus)
     assert done.summary["unanswerable"] == 3
     assert done.summary["table"]["poly"]["R@1/3"] == 0
     assert "3 of 3 questions have a wrong candidate with the right one's text" in done.stdout
@@ -437,43 +397,33 @@ def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
 
 
 def test_classification_ranks_all_labels_and_r_at_1_is_the_accuracy(
-    evaluate, run_job_here, tiny_ranker, tmp_path
+    evaluate, prepared, tiny_ranker
 ):
     labels = ["card lost", "card broken", "top up", "refund", "exchange rate"]
-    rows = [f"text {n} of {labels[n % 5]} ?,{labels[n % 5]}" for n in range(40)]
-    (tmp_path / "valid.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    output = run_job_here(
-        "prepare_corpus", "--format", "pairs", "--input", tmp_path / "valid.csv",
-        "--output", tmp_path / "corpus", "--pairs.context-column", "text",
-        "--pairs.response-column", "label",
-    ).summary["output"]  # fmt: skip
-    done = evaluate("--protocol", "labels", "--precision", "fp32", *QUICK, corpus=output)
+    rows = [(f"text {n} of {labels[n % 5]} ?", labels[n % 5]) for n in range(40)]
+    corpus = prepared("pairs", {"valid.csv": table_of(rows)})
+    done = evaluate("--protocol", "labels", "--precision", "fp32", *QUICK, corpus=corpus)
 
     ranker = load_ranker(tiny_ranker("poly").local())
-    texts = [[row.split(",")[0]] for row in rows]
-    vectors, mask = inference.context_vectors(ranker, texts)
+    vectors, mask = inference.context_vectors(ranker, [[text] for text, _ in rows])
     scores = ranker.dual.scores(vectors, mask, inference.candidate_vectors(ranker, labels))
-    right = [
-        labels[place] == row.split(",")[1]
-        for place, row in zip(scores.argmax(1), rows, strict=True)
-    ]
+    best = [labels[place] for place in scores.argmax(1)]
+    right = [label == found for (_, label), found in zip(rows, best, strict=True)]
     assert done.summary["table"]["poly"]["R@1/5"] == pytest.approx(sum(right) / len(right))
     assert done.summary["candidates"] == 5 and "not 1,000,000,000" not in done.stdout
 
 
-def test_a_small_split_is_asked_among_all_that_it_has(evaluate, actors_in_process, tmp_path):
+def test_a_small_split_is_asked_among_all_that_it_has(evaluate, prepared):
     """88 pairs of somebody's own, by the protocol that the page recommends for them."""
     lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]
-    (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
-    output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
-    done = evaluate("--protocol", "polyai", *QUICK, corpus=output)
+    corpus = prepared("convai2", {"valid_self_original.txt": "\n".join(lines) + "\n"})
+    done = evaluate("--protocol", "polyai", *QUICK, corpus=corpus)
     assert done.summary["examples"] == done.summary["candidates"] == 88
     assert done.summary["left_out"] == {}
     assert list(done.summary["table"]["poly"]) == ["R@1/88", "MRR"]
     assert "88 of the 88 examples of valid/ are asked\n" in done.stdout
     assert "88 candidates each, not 100: valid/ has no more" in done.stdout
-    wanted = evaluate("--protocol", "polyai", "--candidates", 100, *QUICK, corpus=output)
+    wanted = evaluate("--protocol", "polyai", "--candidates", 100, *QUICK, corpus=corpus)
     assert "--candidates 100: 88 examples" in wanted.refusal
 
 
@@ -514,51 +464,37 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert "its article is among others/" in train.refusal
 
 
-def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tmp_path):
+def test_a_threshold_for_none_is_chosen_on_valid(evaluate, prepared):
     """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
-    for split, examples in (("train", 20), ("dev", 20)):
-        rows = [dstc7_example(n, split) for n in range(examples)]
-        (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
-    output = str(tmp_path / "corpus")
-    files = tuple(str(file) for file in sorted(tmp_path.glob("*.json")))
-    prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
-    options = (
-        "--protocol",
-        "dstc7",
-        "--candidates",
-        101,
-        "--latency-queries",
-        0,
-        "--split",
-        "train",
-    )
-    ranked = evaluate(*options, corpus=output).summary["table"]
-    threshold = evaluate(*options, "--none", "threshold", corpus=output).summary["table"]
+    files = {
+        f"ubuntu_{split}_subtask_4.json": json.dumps([dstc7_example(n, split) for n in range(20)])
+        for split in ("train", "dev")
+    }
+    corpus = prepared("dstc7", files)
+    options = ("--protocol=dstc7", "--candidates=101", "--latency-queries=0", "--split=train")
+    ranked = evaluate(*options, corpus=corpus).summary["table"]
+    threshold = evaluate(*options, "--none", "threshold", corpus=corpus).summary["table"]
     assert ranked["tf-idf"]["R@1/101"] == ranked["bm25"]["R@1/101"] == 0.5  # never NONE
     assert threshold["tf-idf"]["R@1/101"] == threshold["bm25"]["R@1/101"] == 1
     assert threshold["poly"]["R@1/101"] >= ranked["poly"]["R@1/101"]
 
 
 def test_an_example_of_dstc7_with_several_right_answers_is_ranked_among_fewer(
-    evaluate, actors_in_process, tmp_path
+    evaluate, prepared, tmp_path
 ):
     rows = [dstc7_example(number, "dev") | {"scenario": 1} for number in (0, 2)]
     rows[1]["options-for-correct-answers"] = rows[1]["options-for-next"][2:5]
-    (tmp_path / "ubuntu_dev_subtask_1.json").write_text(json.dumps(rows))
-    files, output = (str(tmp_path / "ubuntu_dev_subtask_1.json"),), str(tmp_path / "corpus")
-    prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
+    corpus = prepared("dstc7", {"ubuntu_dev_subtask_1.json": json.dumps(rows)})
     options = ("--protocol", "dstc7", "--latency-queries", 1, "--errors", tmp_path / "errors.jsonl")
-    done = evaluate(*options, models=["poly", "cross"], corpus=output)
+    done = evaluate(*options, models=["poly", "cross"], corpus=corpus)
     assert (done.summary["candidates"], done.summary["shorter"]) == (100, 1)
     assert "questions with fewer than 100 candidates: 1" in done.stdout
     assert done.summary["table"]["tf-idf"]["R@1/100"] == 1
     assert all(metrics["R@50/100"] >= 0 for metrics in done.summary["table"].values())
-    config = evaluate_job.Config(model=("m",), corpus=output, protocol="dstc7")
-    asked = evaluate_job.measurement(config, open_artifact(output, "corpus")).questions
-    assert {name[-1]: len(asked.places(n)) for n, name in enumerate(asked.ids)} == {
-        "1": 100,
-        "2": 98,
-    }
+    config = evaluate_job.Config(model=("m",), corpus=corpus, protocol="dstc7")
+    asked = evaluate_job.measurement(config, open_artifact(corpus, "corpus")).questions
+    counts = {name[-1]: len(asked.places(n)) for n, name in enumerate(asked.ids)}
+    assert counts == {"1": 100, "2": 98}
     errors = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
     assert errors
     assert {row["example_id"][-1]: row["candidates"] for row in errors} == {"1": 100, "2": 98}
@@ -571,13 +507,12 @@ def dstc7_example(number: int, split: str) -> dict:
     absent = number % 2
     if not absent:
         options[number]["utterance"] = f"about topic{number} then"
+    turn = {"speaker": "participant_1", "utterance": f"tell me about topic{number}"}
     return {
         "data-split": split,
         "example-id": number,
         "scenario": 4,
-        "messages-so-far": [
-            {"speaker": "participant_1", "utterance": f"tell me about topic{number}"}
-        ],
+        "messages-so-far": [turn],
         "options-for-correct-answers": [] if absent else [options[number]],
         "options-for-next": options,
     }
@@ -597,38 +532,25 @@ def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job):
         assert metrics == pytest.approx(here["table"][name], abs=1e-6)
 
 
-@pytest.fixture
-def damaged(tiny_ranker, sizes_as_now, tmp_path):
-    """Published rankers whose files are not what their ranker.json says."""
-
-    def make(saved: str, settings: dict[str, object]) -> str:
-        folder = tmp_path / "damaged"
-        shutil.copytree(tiny_ranker(saved).uri, folder)
-        found = json.loads((folder / "ranker.json").read_text())
-        (folder / "ranker.json").write_text(json.dumps({**found, **settings}))
-        sizes_as_now(folder)
-        return str(folder)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("saved", "settings", "message"),
     [
-        ("poly", {"architecture": "bi"}, "head.safetensors: does not fit ranker.json"),
         ("bi", {"architecture": "poly"}, "head.safetensors: does not fit ranker.json"),
         ("poly", {"m": 4}, "head.safetensors: does not fit ranker.json"),
-        ("bi", {"architecture": "cross"}, "encoder"),
         ("cross", {"architecture": "bi"}, "context_encoder"),
         ("bi", {"architecture": "tri"}, "'tri' is not allowed; allowed: bi, poly, cross"),
         ("bi", {"colour": "red"}, "not the settings of a ranker"),
     ],
 )
 def test_a_checkpoint_of_another_architecture_is_refused(
-    evaluate, damaged, saved, settings, message
+    tiny_ranker, sizes_as_now, tmp_path, saved, settings, message
 ):
-    done = evaluate("--model", damaged(saved, settings), "--max-examples", 2)
-    assert message in done.refusal
+    folder = shutil.copytree(tiny_ranker(saved).uri, tmp_path / "damaged")
+    found = json.loads((folder / "ranker.json").read_text())
+    (folder / "ranker.json").write_text(json.dumps({**found, **settings}))
+    sizes_as_now(folder)
+    with pytest.raises(BadInput, match=message):
+        load_ranker(open_artifact(str(folder), "ranker").local())
 
 
 @pytest.mark.parametrize(
@@ -641,20 +563,13 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--source", "sampled", "--candidates", "100000"), "different responses in valid/"),
         (("--split", "test"), "the corpus has no examples in test/"),
         (("--recall-at", "0"), "recall_at: (0,) is not allowed"),
-        (("--max-examples", "0"), "max_examples: 0 is not allowed"),
-        (("--source", "guessed"), "guessed"),
-        (("--corpus", "nowhere"), "nowhere: not a corpus"),
-        (("--latency-queries", "-1"), "latency_queries: -1 is not allowed"),
         (("--latency-queries", "0", "--plot", "x.png"), "latency_queries: 0 is not allowed"),
         (("--seed", "-1"), "seed: -1 is not allowed; allowed: >= 0"),
         (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
-        (("--protocol", "trec"), "trec"),
         (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),
         (("--none", "threshold"), "split: 'valid' is not allowed; allowed: test or train with --none"),
         (("--model", "MODEL", "MODEL"), "each model once"),
-        (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
-        (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_one_line(

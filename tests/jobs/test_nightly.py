@@ -1,11 +1,9 @@
-"""A pool night after night: the plan, copies, the gate, the lock, old versions, readers, a full disk."""
+"""A pool night after night: the plan, copies, the gate, the lock, old versions."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from jobs import promote
 from pipeline import artifact, storage
 from pipeline.models.ranker import Ranker
 from pipeline.pools import embedder, promotion
-from pipeline.pools.lock import lease, locked
+from pipeline.pools.lock import locked
 from pipeline.pools.pool import Pool
 from tests.jobs.nights import FIRST, changed, contents, current, embedded, versions
 
@@ -49,15 +47,6 @@ def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole
     assert embedded(whole) == 29
     for name, (_, vector) in contents(whole["output"]).items():
         np.testing.assert_allclose(after[name][1], vector, atol=0.05)
-
-
-def test_a_text_that_has_moved_to_another_id_is_copied(night, first_night):
-    first_night()
-    second = night(
-        {"a": "text 1", "b": "text 0", "c": "more"}, "--gate.max-removed-share", 1
-    ).summary
-    assert second["plan"] == {"new": 3, "changed": 0, "same": 0, "gone": 30}
-    assert embedded(second) == 1
 
 
 def test_rows_of_another_model_are_embedded_again(night, first_night, tiny_ranker):
@@ -100,14 +89,6 @@ def test_nights_of_a_pinned_pool_embed_what_the_last_one_has_not(night, first_ni
         assert embedded(night(rows).summary) == 1
 
 
-def test_other_shards_of_the_same_rows_are_copies(night, first_night):
-    first_night()
-    second = night(FIRST, "--embed.rows-per-shard", 7).summary
-    assert second["already_done"] is False
-    assert second["counts"]["shards"] == 5
-    assert embedded(second) == 0
-
-
 def test_the_same_rows_in_another_file_leave_nothing_to_do(
     night, first_night, pools, actors_in_process
 ):
@@ -119,12 +100,6 @@ def test_the_same_rows_in_another_file_leave_nothing_to_do(
     assert versions(pools) == [current(pools)] == [first["version"]]
 
 
-def test_deletions_alone_embed_nothing(night, first_night):
-    first_night()
-    second = night({name: text for name, text in FIRST.items() if name != "4"}).summary
-    assert (second["plan"]["gone"], embedded(second)) == (1, 0)
-
-
 def test_the_version_before_that_cannot_be_opened_is_not_copied(night, first_night, pools):
     first = first_night()
     rows = next(Path(first["output"]).glob("rows/*"))
@@ -132,30 +107,6 @@ def test_the_version_before_that_cannot_be_opened_is_not_copied(night, first_nig
     finished = night(changed(FIRST))
     assert "nothing is copied, as its CURRENT version cannot be opened" in finished.stdout
     assert embedded(finished.summary) == 29
-
-
-def test_a_pool_may_have_one_row(night):
-    summary = night({"only": "text"}).summary
-    assert contents(summary["pool"])["only"][0] == "text"
-    assert night({"only": "text"}).summary["already_done"] is True
-
-
-def test_two_texts_of_one_id_are_counted_by_name_and_the_first_one_stays(night, pools):
-    rows = [("1", "a"), ("2", "b"), ("1", "c")]
-    assert "'1' is the id of several rows with different texts" in night(rows).refusal
-    summary = night(rows, "--embed.repeated-ids", "first").summary
-    assert summary["dropped"] == {"the same id again": 1}
-    assert {name: text for name, (text, _) in contents(summary["pool"]).items()} == {
-        "1": "a",
-        "2": "b",
-    }
-    (sample,) = Path(summary["output"], "rejected").glob("*.jsonl")
-    assert json.loads(sample.read_text())["text"] == "id '1': 'c'"
-
-
-def test_texts_over_the_limit_are_set_aside(night):
-    summary = night({"1": "short", "2": "é" * 40}, "--embed.max-text-bytes", 79).summary
-    assert summary["dropped"] == {"text is too long": 1}
 
 
 def test_rows_that_the_model_sets_aside_every_night_are_nothing_to_do(
@@ -201,13 +152,6 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_no_trace(night, first_nigh
     assert finished.summary["version"] != first["version"] == current(pools)
     assert sorted(str(path) for path in pools.rglob("*") if path.is_file()) == before
     assert night(changed(FIRST)).summary["version"] == finished.summary["version"]
-
-
-def test_a_dry_run_of_what_is_there_says_so(night, first_night):
-    first = first_night()
-    for rows in (FIRST, dict(reversed(FIRST.items()))):
-        found = night(rows, "--dry-run").summary
-        assert (found["already_done"], found["version"]) == (True, first["version"])
 
 
 def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
@@ -276,21 +220,6 @@ def test_an_export_that_broke_off_is_refused_before_anything_is_embedded(
     assert current(pools) == meant["version"]
     gate = Pool.open(meant["output"]).artifact.manifest["gate"]
     assert (gate["removed_share"], gate["changed_share"]) == (0.9333, 0.0)
-
-
-def test_a_version_with_other_texts_under_the_same_ids_is_refused(night, first_night, pools):
-    first = first_night()
-    line = stopped(night({name: f"error 500: {name}" for name in FIRST}))
-    assert "30 of the 30 ids of" in line and "have another text (100.0%" in line
-    assert current(pools) == first["version"]
-
-
-def test_an_export_that_broke_off_is_refused_beside_a_damaged_version_too(
-    night, first_night, pools
-):
-    first = first_night()
-    next(Path(first["output"]).glob("rows/*")).unlink()
-    assert "28 of the 30 ids" in stopped(night({"1": "text 1", "2": "text 2"}))
 
 
 def test_the_last_version_of_a_larger_pool_stays_and_that_is_said(night, first_night, pools):
@@ -365,7 +294,7 @@ def test_a_job_that_has_lost_its_lock_publishes_nothing(night, first_night, pool
     assert current(pools) == first["version"]
 
 
-@pytest.mark.parametrize("moved_by", ["rollback", "pin", "another job"])
+@pytest.mark.parametrize("moved_by", ["rollback", "another job"])
 def test_a_night_leaves_current_that_has_moved_while_it_was_building(
     night, first_night, pools, monkeypatch, moved_by
 ):
@@ -379,51 +308,23 @@ def test_a_night_leaves_current_that_has_moved_while_it_was_building(
             if moved_by == "another job":
                 promotion.promote(str(pools), "p", first)
             else:
-                options = {"rollback": True} if moved_by == "rollback" else {"pin": True}
-                promote.run(promote.Config(pools=str(pools), name="p", **options))
+                promote.run(promote.Config(pools=str(pools), name="p", rollback=True))
         return write(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(embedder.build, "write_shard", move_then_write)
         finished = night(changed(FIRST))
-    stays = second if moved_by == "pin" else first
-    assert current(pools) == stays
+    assert current(pools) == first
     (third,) = set(versions(pools)) - {first, second}
     if moved_by == "another job":
         assert f"{third} is published and does not become CURRENT" in stopped(finished)
         assert f"compared it with {second}, but {first} is CURRENT now" in stopped(finished)
         assert night(changed(FIRST)).summary["version"] == third == current(pools)
     else:
-        assert f"{stays} stays CURRENT: it is pinned" in finished.stdout
+        assert f"{first} stays CURRENT: it is pinned" in finished.stdout
 
 
 # Versions
-
-
-def test_old_versions_go_but_those_that_are_served(night, pools):
-    nights = []
-    for number in range(5):
-        nights.append(night({**FIRST, "night": f"night {number}"}, "--keep", 2).summary["version"])
-        if number == 1:
-            served = lease(str(pools / "p" / nights[1]))
-    assert versions(pools) == sorted([nights[1], nights[3], nights[4]])
-    served.stop()
-    night({**FIRST, "night": "night 6"}, "--keep", 1)
-    assert versions(pools) == [current(pools)]
-
-
-def test_old_versions_go_though_one_is_damaged(night, first_night, pools):
-    first = first_night()
-    next(Path(first["output"]).glob("rows/*")).unlink()
-    second = night(changed(FIRST), "--keep", 1).summary
-    assert versions(pools) == [second["version"]]
-
-
-def test_what_another_night_has_begun_goes(night, pools):
-    (pools / "p" / "v-0123456789ab.partial").mkdir(parents=True)
-    (pools / "p" / "v-0123456789ab.partial" / "_request.json").write_text("{}")
-    summary = night(FIRST).summary
-    assert versions(pools) == [summary["version"]]
 
 
 def test_a_version_whose_manifest_cannot_be_read_stops_neither_clean_up_nor_rollback(
@@ -482,43 +383,3 @@ def test_files_with_other_names_and_the_same_rows_leave_nothing_to_do(
     first = run("a-1.csv", "b-1.csv")
     assert run("a-2.csv", "b-2.csv") == {**first, "already_done": True}
     assert run("b-3.csv", "a-3.csv")["already_done"] is False
-
-
-READER = """
-import json, sys, time
-from pathlib import Path
-from pipeline.pools.pool import Pool
-from tests.helpers import INTERRUPTED
-
-uri, done = sys.argv[1], Path(sys.argv[2])
-seen, last = None, False
-while not last:
-    last = done.exists()
-    pool = Pool.open(uri)
-    look = [pool.version, len(pool), pool.row(len(pool) - 1).text]
-    if look != seen:
-        print(json.dumps(look), flush=True)
-    seen = look
-    time.sleep(0.01)  # leaves the nights some of the two cores
-"""
-
-
-def test_a_reader_finds_a_whole_version_whenever_it_looks(night, first_night, pools, tmp_path):
-    known = [[first_night()["version"], 30, "text 29"]]
-    done = tmp_path / "done"
-    with subprocess.Popen(
-        [sys.executable, "-c", READER, pools / "p", done],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as reader:  # fmt: skip
-        try:
-            seen = [json.loads(reader.stdout.readline())]
-            for n in range(3):
-                version = night({**FIRST, "n": f"night {n}"}, "--keep", 3).summary["version"]
-                known.append([version, 31, f"night {n}"])
-        finally:
-            done.touch()
-        rest, errors = reader.communicate(timeout=60)
-    assert errors == ""
-    seen += map(json.loads, rest.splitlines())
-    assert (seen[0], seen[-1]) == (known[0], known[-1])
-    assert seen == [look for look in known if look in seen]
