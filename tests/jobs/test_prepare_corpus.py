@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import bz2
 import gzip
-import hashlib
 import json
-import lzma
 import re
 import shutil
 from collections import Counter
@@ -18,7 +15,6 @@ import zstandard
 from pipeline.artifact import open_artifact
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
-from pipeline.storage import fingerprints
 from tests.helpers import rejected, rows_of
 
 PLAIN = ("--redact", "off", "--authors", "plain")
@@ -88,18 +84,6 @@ def test_the_summary_and_the_run_say_what_the_manifest_says(prepare, dump, tmp_p
     )
 
 
-@pytest.mark.parametrize("task", ["pairs", "search"])
-def test_articles_become_pairs_or_search(run_job_here, sample_files, tmp_path, task):
-    summary = run_job_here(
-        "prepare_corpus", "--corpus", "wikipedia", "--input", sample_files / "wikipedia",
-        "--output", tmp_path / "out", "--wikipedia.task", task, "--wikipedia.others", 0
-    ).summary  # fmt: skip
-    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
-    assert len(rows) == summary["counts"]["examples"]
-    per_article = Counter(row["group_id"] for row in rows)
-    assert (max(per_article.values()) == 1) == (task == "search")
-
-
 @pytest.mark.shared
 @pytest.mark.parametrize(("month", "kind"), [("2006-01", "bz2"), ("2006-07", "zst")])
 def test_real_dumps_give_the_examples_of_the_published_code(
@@ -146,26 +130,16 @@ def test_no_name_or_address_is_in_a_corpus_unless_asked_for(reddit_corpus, dump)
     assert any("<email>" in text and "<user>" in text for text in texts)
 
 
-def test_names_and_addresses_are_kept_when_asked_for(prepare, dump, tmp_path):
-    prepare({"RC": dump}, *PLAIN)
-    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
-    assert {row["response_author"] for row in rows} <= {
-        json.loads(line)["author"] for line in dump.splitlines()
-    }
-    assert any("@example.org" in row["response"] for row in rows)
-
-
 def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, monkeypatch):
     found = []
-    for salt in ("one", "one", "two"):
+    for salt in ("one", "two"):
         monkeypatch.setenv("POLYRANK_AUTHOR_SALT", salt)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         prepare({"RC": dump})
         rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
         found.append({row["example_id"]: row["response_author"] for row in rows})
-    assert found[0] == found[1]
-    assert set(found[0]) == set(found[2])
-    assert not set(found[0].values()) & set(found[2].values())
+    assert set(found[0]) == set(found[1])
+    assert not set(found[0].values()) & set(found[1].values())
 
 
 def test_names_of_excluded_authors_are_hashed_wherever_they_are_stored(prepare, dump, tmp_path):
@@ -218,25 +192,6 @@ def test_names_of_profiles_among_subreddits_are_hashed_wherever_they_are_stored(
     assert prepare({"RC": data}, *options, "u_secret_name", "Other").summary["already_done"]
 
 
-def test_the_published_corpus_and_its_dump_do_not_give_away_the_key_of_its_hashes(
-    prepare, dump, tmp_path
-):
-    """The key used to be made from the dump, which is public."""
-    from pipeline.corpora.privacy import hash_names
-
-    names = sorted({json.loads(line)["author"] for line in dump.splitlines()} - {"[deleted]"})
-    prepare({"RC": dump})
-    corpus = open_artifact(str(tmp_path / "out"), "corpus")
-    files = [str(tmp_path / "in" / "RC")]
-    total = hashlib.sha256(b"authors")
-    total.update(f"RC {len(dump)} {hashlib.sha256(dump).hexdigest()}\n".encode())
-    known = [corpus.manifest["inputs"]["input"]["fingerprint"], fingerprints.raw_fingerprint(files),
-             total.hexdigest(), ""]  # fmt: skip
-    authors = {row["response_author"] for row in rows_of(corpus)}
-    for key in known:
-        assert not authors & set(hash_names(schema.pa.array(names), key).to_pylist())
-
-
 def test_the_key_of_authors_is_random_and_its_owner_s(prepare, dump, tmp_path, monkeypatch):
     found = []
     for user in ("one", "one", "two"):
@@ -279,57 +234,20 @@ def test_rejected_lines_and_profiles_name_no_author(prepare, tmp_path):
 # Formats
 
 
-def test_the_same_comments_give_the_same_corpus_however_they_are_packed(prepare, dump, tmp_path):
-    half = dump.index(b"\n", len(dump) // 2) + 1
-    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
-    window = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    packed = {
-        "plain": dump,
-        "gz": gzip.compress(dump),
-        "bz2": bz2.compress(dump),
-        "xz": lzma.compress(dump),
-        "zst": window.compress(dump) + window.flush(),
-        "frames": zstandard.compress(dump[:half]) + zstandard.compress(dump[half:]),
-    }
-    fingerprints = set()
-    for data in packed.values():
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        fingerprints.add(prepare({"RC": data}, "--authors", "plain").summary["fingerprint"])
-    assert len(fingerprints) == 1
-
-
 # Bad input
 
 
-def test_input_that_is_not_there_is_refused(run_job_here, tmp_path):
-    refusal = run_job_here(
-        "prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "none", "--output",
-        tmp_path / "out"
-    ).refusal  # fmt: skip
-    assert f"--input {tmp_path}/none: no such file or folder" in refusal
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_folder_is_refused(prepare, tmp_path):
-    assert "the folder holds no files" in prepare({}).refusal
-
-
 @pytest.mark.parametrize("corpus", ["reddit", "convai2", "wikipedia"])
-@pytest.mark.parametrize("data", [b"", b"\n\n"])
-def test_a_file_without_records_is_refused(prepare, corpus, data):
-    refusal = prepare({"RC": data}, corpus=corpus).refusal
+def test_a_file_without_records_is_refused(prepare, corpus):
+    refusal = prepare({"RC": b"\n\n"}, corpus=corpus).refusal
     assert "empty" in refusal or "no records" in refusal
 
 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--nope", "1"], ["--nope: unknown option", "--help all lists them"]),
         (["--reddit.max_characters", "0"], ["reddit.max_characters: 0", ">= 1"]),
-        (["--reddit.train_share", "2"], ["reddit.train_share: 2.0", "above 0, to 1"]),
-        (["--reading.max_malformed_share", "2"], ["reading.max_malformed_share: 2.0", "0 to 1"]),
         (["--redact", "maybe"], ["redact: 'maybe'", "bool, null"]),
-        (["--config", "none.yaml"], ["none.yaml"]),
     ],
 )
 def test_options_that_are_not_allowed_are_refused_before_any_work(
@@ -340,24 +258,13 @@ def test_options_that_are_not_allowed_are_refused_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"id": "x", "body"', "not JSON"),
-        (b'{"id": "x"}', "no field link_id"),
-        (None, "field body is no string"),
-    ],
-)
-def test_lines_that_are_no_comments_are_set_aside_and_the_job_goes_on(
-    prepare, dump, tmp_path, line, reason
-):
-    lines = dump.splitlines()
-    line = line or json.dumps({**json.loads(lines[0]), "body": 5}).encode()
+def test_a_line_that_is_no_comment_is_set_aside_and_the_job_goes_on(prepare, dump, tmp_path):
+    lines, line = dump.splitlines(), b'{"id": "x", "body"'
     summary = prepare({"RC": b"\n".join([*lines[:500], line, *lines[500:]])}, *PLAIN).summary
-    assert summary["dropped"][reason] == 1
+    assert summary["dropped"]["not JSON"] == 1
     assert summary["counts"]["records"] == len(lines) + 1
     (sample,) = [s for s in rejected(tmp_path / "out" / "rejected") if s["line"]]
-    assert (sample["reason"], sample["line"], sample["text"]) == (reason, 501, line.decode())
+    assert (sample["reason"], sample["line"], sample["text"]) == ("not JSON", 501, line.decode())
     shutil.rmtree(tmp_path / "out")
     assert prepare({"RC": dump}, *PLAIN).summary["fingerprint"] == summary["fingerprint"]
 
@@ -378,21 +285,18 @@ def test_too_many_malformed_lines_stop_the_job_until_it_is_told_to_put_up_with_t
     assert summary["dropped"]["not JSON"] == many
 
 
-@pytest.mark.parametrize("corpus", ["reddit", "convai2"])
 def test_a_file_that_is_cut_off_is_refused_with_its_lines_until_it_is_told_to_keep_them(
-    prepare, dump, sample_files, tmp_path, corpus
+    prepare, dump, tmp_path
 ):
-    if corpus == "convai2":
-        dump = (sample_files / "convai2" / "train_self_original.sample_no_cands.txt").read_bytes()
     whole = dump[: dump.index(b"\n", len(dump) // 3) + 1]
     half_a_line = dump[len(whole) : len(whole) + 20]
     stream = zstandard.ZstdCompressor().compressobj()
     data = stream.compress(whole + half_a_line) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    refusal = prepare({"train.zst": data}, corpus=corpus).refusal
+    refusal = prepare({"train.zst": data}).refusal
     lines = whole.count(b"\n")
     assert f"cut off after {lines:,} whole lines; --reading.truncated keep" in refusal
     assert not (tmp_path / "out").exists()
-    kept = prepare({"train.zst": data}, "--reading.truncated", "keep", corpus=corpus)
+    kept = prepare({"train.zst": data}, "--reading.truncated", "keep")
     assert kept.summary["counts"]["records"] == lines
     (note,) = open_artifact(str(tmp_path / "out"), "corpus").manifest["notes"]
     assert note.endswith(
@@ -421,12 +325,6 @@ def test_a_table_without_an_example_leaves_what_shows_why(prepare, tmp_path):
     assert list(rejected.iterdir())
 
 
-def test_input_without_any_example_is_refused(prepare, dump):
-    roots = [line for line in dump.splitlines() if b'"parent_id": "t3_' in line]
-    refusal = prepare({"RC": b"\n".join(roots)}).refusal
-    assert f"{len(roots):,} records gave no example" in refusal
-
-
 def test_foreign_and_empty_files_among_the_dumps_are_set_aside_and_named(prepare, dump):
     files = {"RC": dump, "README.md": b"# Dumps\nof 2011\n", "RC_empty": b"", "sums": bytes(range(256)),
              "RS": b'{"id": "x", "title": "A submission", "author": "a", "subreddit": "s"}\n'}  # fmt: skip
@@ -439,73 +337,16 @@ def test_foreign_and_empty_files_among_the_dumps_are_set_aside_and_named(prepare
     assert all(note in done.stderr for note in done.summary["notes"])
 
 
-UBUNTU_TRAIN = b"Context,Utterance,Label\n" + b"".join(
-    b"hello %d __eot__,hi there,1.0\n" % n for n in range(200)
-)
 DIALOGUE = {"persona": ["i paint ."], "dialogue": [["how are you ?", "great , i am painting ."]]}
 
 
-@pytest.mark.parametrize(
-    ("corpus", "files", "found", "allowed"),
-    [
-        (
-            "ubuntu",
-            {"train.csv": UBUNTU_TRAIN, "valid.csv": b"context,answer\nhello,hi\n"},
-            "valid.csv, header: 'context,answer'",
-            "Context,Ground Truth Utterance",
-        ),
-        (
-            "convai2",
-            {"train.json": json.dumps([DIALOGUE] * 200).encode(), "valid.json": b'{"a": 1}\n'},
-            'valid.json, beginning: \'{"a": 1}',
-            "a JSON array",
-        ),
-    ],
-)
-def test_one_file_of_another_layout_is_refused_however_large_the_others_are(
-    prepare, tmp_path, corpus, files, found, allowed
-):
-    refusal = prepare(files, corpus=corpus).refusal
-    assert found in refusal
-    assert f"allowed: {allowed}" in refusal or f"; {allowed}" in refusal
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("corpus", "files"),
-    [
-        ("ubuntu", {"train.csv": UBUNTU_TRAIN}),
-        ("convai2", {"train.json": json.dumps([DIALOGUE] * 200).encode()}),
-        ("pairs", {"train.csv": b"context,response\n" + b"hello,hi there\n" * 200}),
-    ],
-)
-def test_a_document_beside_the_data_is_set_aside_and_noted(prepare, corpus, files):
+def test_a_document_beside_the_data_is_set_aside_and_noted(prepare):
     documents = {"README.md": b"# Files\nof 2011\n", "readme.txt": b"Files\n", "LICENSE": b"MIT\n"}
-    summary = prepare({**files, **documents}, corpus=corpus).summary
+    files = {"train.json": json.dumps([DIALOGUE] * 200).encode(), **documents}
+    summary = prepare(files, corpus="convai2").summary
     assert summary["counts"]["records"] == summary["counts"]["examples"] == 200
     noted = {note.split(": set aside")[0].split("/")[-1] for note in summary["notes"]}
     assert noted >= set(documents)
-
-
-def test_submissions_begin_their_threads_when_asked_for(prepare, dump, tmp_path):
-    top = next(json.loads(line) for line in dump.splitlines() if b'"parent_id": "t3_' in line)
-    submission = {"id": top["link_id"][3:], "title": "The title of the thread", "author": "ann",
-                  "subreddit": top["subreddit"]}  # fmt: skip
-    files = {"RC": dump, "RS": json.dumps(submission).encode()}
-    done = prepare(files, "--reddit.submissions", "first-turn", *PLAIN).summary
-    assert done["counts"]["records"] == dump.count(b"\n") + 1
-    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
-    first = {row["context"][0] for row in rows if row["group_id"] == submission["id"]}
-    assert first == {"The title of the thread"}
-
-
-def test_a_line_of_more_than_10_mib_is_set_aside(prepare, dump, tmp_path):
-    line = json.dumps({**json.loads(dump.splitlines()[0]), "body": "x" * (11 << 20)}).encode()
-    for data in (dump + line + b"\n" + dump, zstandard.compress(dump + line)):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        summary = prepare({"RC": data}, *PLAIN).summary
-        assert summary["dropped"]["line too long"] == 1
-        assert summary["counts"]["records"] == data.count(b"\n") or data[:4] == b"\x28\xb5\x2f\xfd"
 
 
 # Again
@@ -527,6 +368,7 @@ def test_another_command_does_not_write_over_a_corpus(prepare, dump):
 
 
 PAIRS = b"context,response\n" + b"how are you,fine\n" * 3
+HWU64 = {f"{part}/{name}": b"hi\n" for part in ("train", "valid") for name in ("seq.in", "label")}
 
 
 @pytest.mark.parametrize(
@@ -534,18 +376,9 @@ PAIRS = b"context,response\n" + b"how are you,fine\n" * 3
     [
         ("pairs", {"train/a.csv": PAIRS, "holdout/b.csv": PAIRS}, "in/holdout", "in/test"),
         ("pairs", {"x/a.csv": PAIRS, "y/b.csv": PAIRS}, "in/y", "in/z"),  # ids begin with folders
-        ("pairs", {"a.csv": PAIRS}, "in", "test"),
-        *(
-            (
-                corpus,
-                {f"{part}/{name}": b"hi\n" for part in ("train", "valid") for name in ("seq.in", "label")},
-                "in/valid",
-                "in/test",
-            )
-            for corpus in ("hwu64", "snips")
-        ),
+        ("hwu64", HWU64, "in/valid", "in/test"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_another_name_is_another_input_where_folders_decide_something(
     run_job_here, tmp_path, corpus, files, folder, new_name
 ):
@@ -565,18 +398,7 @@ def test_a_folder_of_another_name_is_another_input_where_folders_decide_somethin
     assert "holds the result of another job (--input has other contents than it had)" in refusal
 
 
-def test_as_a_user_runs_it_bad_usage_is_one_line_and_exit_code_2(submit_job, tmp_path):
-    done = submit_job("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "none",
-                      "--output", tmp_path / "out")  # fmt: skip
-    assert done.code == 2
-    assert done.stderr.splitlines() == [done.refusal]
-    [summary] = map(json.loads, done.stdout.splitlines())
-    assert (summary["exit_code"], f": {summary['error']}" in done.refusal) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"), [((), True), (("--redact", "true"), False), (("--redact", "null"), True)]
-)
+@pytest.mark.parametrize(("options", "kept"), [((), True), (("--redact", "true"), False)])
 def test_pairs_of_your_own_keep_their_addresses_unless_asked(prepare, options, kept):
     """A FAQ is asked for the very phone numbers that a public dump must not have."""
     rows = b"context,response\n" + b"how do i reach you ?,write to help@example.org\n" * 3

@@ -98,7 +98,9 @@ ARCHITECTURES = list(STEPS)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_published_ranker_loads_and_has_learnt_something(trained, architecture, encoder):
+def test_the_published_ranker_has_learnt_and_the_summary_says_what_its_manifest_says(
+    trained, architecture, encoder
+):
     ranker = load_ranker(trained(architecture).artifact.local())
     assert ranker.config.architecture == architecture
     tower = ranker.cross.encoder if architecture == "cross" else ranker.dual.context_encoder
@@ -108,15 +110,11 @@ def test_the_published_ranker_loads_and_has_learnt_something(trained, architectu
     assert len(moved) > len(start) // 2
     assert all(torch.isfinite(value).all() for value in now.values())
 
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_summary_says_what_the_manifest_says(trained, architecture):
     made = trained(architecture)
     assert made.summary["output"] == made.artifact.uri
     assert made.summary["fingerprint"] == made.artifact.fingerprint
     assert made.summary["already_done"] is False
     assert made.summary["counts"] == made.artifact.counts
-    ranker = load_ranker(made.artifact.local())
     parameters = sum(value.numel() for value in ranker.parameters())
     assert made.artifact.counts == {"steps": STEPS[architecture], "parameters": parameters}
     assert made.summary["metrics"]["step"] == STEPS[architecture]
@@ -207,20 +205,14 @@ def test_a_ranker_that_is_there_already_is_registered_too(run_job_here, trained)
     assert version.source == made.artifact.uri
 
 
-def test_relative_paths_are_those_of_the_directory_of_the_user(trained):
-    bi = trained("bi")
-    assert bi.artifact.uri == str(bi.home / "rankers" / "bi")
-    assert [path.name for path in (bi.home / "rankers").glob("bi*")] == ["bi"]
-
-
 # Again
 
 
-@pytest.mark.parametrize("architecture", ["bi", "cross"])
 def test_the_same_command_again_finds_its_work_done(
-    run_job_here, trained, architecture, monkeypatch: pytest.MonkeyPatch
+    run_job_here, trained, monkeypatch: pytest.MonkeyPatch
 ):
-    made = trained(architecture)
+    made = trained("bi")
+    assert [path.name for path in (made.home / "rankers").glob("bi*")] == ["bi"]
     monkeypatch.chdir(made.home)
     again = run_job_here("finetune", *made.argv).summary
     assert again["already_done"] is True
@@ -271,17 +263,11 @@ def test_prompts_of_a_published_encoder_go_from_ranker_to_ranker(
                for kind in ("Transformer", "Pooling", "Dense", "Normalize")]  # fmt: skip
     (published / "modules.json").write_text(json.dumps(modules))
     (published / "Pooling").mkdir()
-    for mode, said in (
-        ({"pooling_mode_cls_token": True}, "'first'"),
-        ({"pooling_mode": "max"}, "'max'"),
-    ):
-        (published / "Pooling" / "config.json").write_text(json.dumps(mode))
-        argv = arguments("bi", convai2_corpus.uri, published, tmp_path / said, "--dry-run", "true")
-        shown = run_job_here("finetune", *argv).stdout
-        assert (
-            f"trained with the reduction {said}, this ranker has --ranker.reduction mean" in shown
-        )
-        assert "the encoder's Dense layer is left out" in shown
+    (published / "Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "max"}))
+    argv = arguments("bi", convai2_corpus.uri, published, tmp_path / "max", "--dry-run", "true")
+    shown = run_job_here("finetune", *argv).stdout
+    assert "trained with the reduction 'max', this ranker has --ranker.reduction mean" in shown
+    assert "the encoder's Dense layer is left out" in shown
     by_hand = arguments(
         "bi", convai2_corpus.uri, published, tmp_path / "own", "--finetune.epochs", 0,
         "--ranker.context-prompt", "ask: ",
@@ -314,36 +300,23 @@ def newest_run_id() -> list[str]:
     return [run.info.run_id for run in found]
 
 
+CONVERT = ("--ranker.architecture", "convert")
+CROSS = ("--ranker.architecture", "cross")
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
-        (["--finetune.valid-examples", 1], ["finetune.valid_examples: 1", ">= 2"]),
-        (["--finetune.chunk-examples", -1], ["finetune.chunk_examples: -1", "0, or below"]),
         (["--finetune.chunk-examples", 4, "--loop.compile"], ["loop.compile: True", "false where"]),
-        (["--finetune.mine.top-k", 0], ["finetune.mine.top_k: 0", ">= 1"]),
         (["--finetune.distill.loss", "kl"], ["finetune.distill.loss: 'kl'", "negatives_from"]),
+        (["--finetune.negatives-from", "given"], ["from: 'given'", "gives no candidates"]),
+        ([*CROSS, "--finetune.negatives-from", "given"], ["from: 'given'", "gives no candidates"]),
         (
-            ["--finetune.negatives-from", "given"],
-            ["negatives_from: 'given'", "gives no candidates"],
-        ),
-        (
-            ["--ranker.architecture", "cross", "--finetune.negatives-from", "given"],
-            ["negatives_from: 'given'", "gives no candidates"],
-        ),
-        (
-            ["--ranker.architecture", "cross", "--finetune.negatives-from", "both"],
+            [*CROSS, "--finetune.negatives-from", "both"],
             ["negatives_from: 'both'", "'batch' or 'given' with ranker.architecture 'cross'"],
         ),
         (
-            ["--ranker.architecture", "convert", "--loop.head-lr-factor", 3],
-            [
-                "loop.head_lr_factor: 3.0 has no effect",
-                "'bi', 'poly', 'cross' (here 'convert')",
-            ],
-        ),
-        (
-            ["--finetune.batch-examples", 8, "--finetune.chunk-examples", 8],
+            ["--finetune.chunk-examples", 8],
             ["finetune.chunk_examples: 8", "0, or below finetune.batch_examples, 8"],
         ),
         (
@@ -352,84 +325,34 @@ def newest_run_id() -> list[str]:
         ),
         (
             ["--finetune.negatives", 7],
-            [
-                "finetune.negatives: 7 has no effect; it is read with finetune.negatives_from 'given', "
-                "'both', 'mined' (here 'batch') or ranker.architecture 'cross' (here 'bi')"
-            ],
+            ["7 has no effect; it is read with finetune.negatives_from 'given', 'both', 'mined' (here "
+             "'batch') or ranker.architecture 'cross' (here 'bi')"],
         ),
         (
-            ["--finetune.mine.top-k", 9],
-            ["finetune.mine.top_k: 9 has no effect", "finetune.negatives_from 'mined'"],
-        ),
-        (
-            ["--finetune.distill.weight", 20],
-            ["finetune.distill.weight: 20.0 has no effect", "finetune.distill.loss 'kl', "],
-        ),
-        (
-            ["--loop.plateau-decay", 0.3],
-            ["loop.plateau_decay: 0.3 has", "loop.schedule 'plateau' (here 'linear')"],
-        ),
-        (
-            [
-                "--ranker.architecture",
-                "poly",
-                "--ranker.context-codes",
-                "first_m",
-                "--ranker.code-attention",
-                "scaled_dot",
-            ],
+            ["--ranker.architecture", "poly", "--ranker.context-codes", "first_m",
+             "--ranker.code-attention", "scaled_dot"],
             ["ranker.code_attention: 'scaled_dot' has", "'learnt' (here 'first_m')"],
         ),
         (
-            [
-                "--ranker.architecture",
-                "convert",
-                "--ranker.quantised",
-                "false",
-                "--ranker.block-weights",
-                "int8",
-            ],
+            [*CONVERT, "--ranker.quantised", "false", "--ranker.block-weights", "int8"],
             ["ranker.block_weights: 'int8'", "'float16' with ranker.quantised false"],
         ),
         (
-            [
-                "--ranker.architecture",
-                "convert",
-                "--ranker.earlier-turns",
-                0,
-                "--ranker.number-earlier-turns",
-                "true",
-            ],
+            [*CONVERT, "--ranker.earlier-turns", 0, "--ranker.number-earlier-turns", "true"],
             ["ranker.number_earlier_turns: True", "false with ranker.earlier_turns 0"],
         ),
-        (["--loop.plateau-decay", 1], ["loop.plateau_decay: 1", "between 0 and 1"]),
-        (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
         (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
-        (
-            ["--resources.shard-weights", "true"],
-            ["resources.shard_weights: True", "only jobs.pretrain shards weights"],
-        ),
-        (["--resources.workers", 0], ["resources.workers: 0", ">= 1"]),
-        (["--ranker.architecture", "poly", "--ranker.m", 0], ["ranker.m: 0", "above 0"]),
-        (["--ranker.architecture", "poly", "--ranker.m", "many"], ["ranker.m: 'many'", "int"]),
+        (["--resources.shard-weights", "true"], ["only jobs.pretrain shards weights"]),
         (["--ranker.m", 3], ["ranker.m", "ranker.architecture 'bi'", "allowed with: poly"]),
         (["--ranker.architecture", "tri"], ["ranker.architecture: 'tri'", "bi", "poly", "cross"]),
         (["--ranker.max-context-tokens", 97], ["max_context_tokens: 97", "at most 96"]),
         (
-            ["--ranker.architecture", "cross", "--ranker.max-context-tokens", 80],
+            [*CROSS, "--ranker.max-context-tokens", 80],
             ["max_context_tokens + max_candidate_tokens: 111", "at most 96"],
         ),
-        (["--loop.learning-rate", 0], ["loop.learning_rate: 0", "above 0"]),
-        (["--loop.seed", -1], ["loop.seed: -1", ">= 0"]),
-        (["--loop.precision", "fp8"], ["loop.precision: 'fp8'", "fp32"]),
-        (
-            ["--finetune.batch-size", 8],
-            ["--finetune.batch-size: unknown option", "--finetune.batch-examples"],
-        ),
-        (["--config", "none.yaml"], ["none.yaml"]),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_not_allowed_are_refused_before_any_work(refused, options, parts):
     refusal = refused(*options)
     assert [part for part in parts if part not in refusal] == []
@@ -484,12 +407,8 @@ def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
     [
         ({}, "needed here: tokenizer"),
         ({"--tokenizer": "none"}, "--tokenizer none: no such folder, nor to be had from the hub"),
-        (
-            {"--tokenizer": "", "--start": "none"},
-            "--start none: no such folder, nor to be had from the hub",
-        ),
+        ({"--tokenizer": "", "--start": "none"}, "--start none: no such folder, nor to be had"),
         ({"--encoder.width": 15, "--encoder.heads": 2}, "shape.width: 15"),
-        ({"--pretrain.steps": 0}, "pretrain.steps: 0"),
     ],
 )
 def test_pretraining_refuses_what_does_not_fit(
