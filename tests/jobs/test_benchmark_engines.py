@@ -76,3 +76,8 @@ def test_work_that_waits_takes_less_time_on_four_nodes(tiny_ranker, tmp_path, mo
     for row in rows:
         assert row.ours > 1, row.detail
         assert len(list(tmp_path.glob(f"{row.row.split('.')[1]}-*"))) == 2
+
+
+def test_a_part_that_there_is_not_is_refused(run_job_here, tmp_path):
+    done = run_job_here("benchmark", "embed", "--only", "length", "--work", tmp_path)
+    assert "only: 'length' is not allowed; allowed: rate, night, plan, engines" in done.refusal

@@ -61,21 +61,15 @@ def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
     batches = task.batches.start(())
     batch, _ = next(batches)
     batches.close()
-    for module, step in (
-        (
-            task.module,
-            lambda module: task.backward(module, batch, torch.autocast("cpu", enabled=False)),
-        ),
-        (theirs, None),
-    ):
-        optimizer = optimization(recipe.loop, module, 8)
-        optimizer.set_rate(0.01)
-        if step is None:
-            bare_step(module, batch.parts, optimizer, torch.device("cpu"), bf16=False)
-            continue
-        step(module)
-        optimizer.clip()
-        optimizer.optimizer.step()
+    optimizer, their_optimizer = (
+        optimization(recipe.loop, module, 8) for module in (task.module, theirs)
+    )
+    for each in (optimizer, their_optimizer):
+        each.set_rate(0.01)
+    bare_step(theirs, batch.parts, their_optimizer, torch.device("cpu"), bf16=False)
+    task.backward(task.module, batch, torch.autocast("cpu", enabled=False))
+    optimizer.clip()
+    optimizer.optimizer.step()
     start, _ = recipe.model()
     pairs = zip(task.module.parameters(), theirs.parameters(), start.parameters(), strict=True)
     for ours, bare, before in pairs:
@@ -131,13 +125,3 @@ def test_rows(in_process, corpus, tmp_path, monkeypatch):
                if "--resources.workers" in options}  # fmt: skip
     assert workers == {"1", "2"}
     assert sum("mlm" in options for options in in_process) == bool(find_spec("accelerate"))
-
-
-@pytest.mark.long
-def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
-    monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
-    monkeypatch.setattr(pretrain, "bare_loops", lambda arm, processes: [1.0] * 4)
-    config = benchmark.Config(part="pretrain", corpus=(corpus,), overrides=TINY)
-    found = pretrain.measure(config, tmp_path)
-    assert "pretrain.vs_hf_trainer" not in {row.row for row in found}

@@ -38,11 +38,10 @@ def polyrank(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("word", ["--help", "--version"])
-def test_a_reader_that_leaves_early_is_no_fault(word):
+def test_a_reader_that_leaves_early_is_no_fault():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "jobs", word]
+    command = [sys.executable, "-m", "jobs", "--help"]
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
@@ -60,9 +59,9 @@ def test_the_verbs_are_in_the_order_of_the_path():
     assert [verb for verb in command.VERBS if verb in path] == path
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("help",)])
-def test_help_lists_the_verbs_each_by_its_own_help(polyrank, arguments):
-    code, out, _ = polyrank(*arguments)
+def test_help_lists_the_verbs_each_by_its_own_help(polyrank):
+    code, out, _ = polyrank()
+    assert polyrank("--help")[1] == out
     assert code == 0
     for verb in command.VERBS:
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [verb]]
@@ -157,15 +156,6 @@ def test_a_person_reads_words_and_a_program_json(saying, tmp_path):
     assert len(seen.splitlines()) == 1 and seen.startswith("python -m jobs.workflow: ")
     again = subprocess.run(saying, capture_output=True)
     assert json.loads(again.stdout.splitlines()[-1])["job"] == "workflow"
-
-
-def test_output_that_nobody_reads_any_more_ends_a_job_without_a_traceback(saying):
-    with subprocess.Popen(
-        saying, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.wait() == 128 + 13
 
 
 @pytest.mark.parametrize(

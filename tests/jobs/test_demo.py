@@ -74,18 +74,6 @@ def test_of_real_data_the_whole_files_with_candidates_and_the_good_articles_are_
     }
 
 
-@pytest.mark.shared
-def test_the_real_data_is_found(real_data):
-    names = found(real_data)
-    assert names["convai2"] == [
-        "convai2/derived/train_self_original.txt",
-        "convai2/derived/valid_self_original.first500.txt",
-    ]
-    assert all(Path(name).name.startswith("RC_") for name in names["reddit"])
-    assert all(name.startswith("wikipedia/extracted_good/") for name in names["wikipedia"])
-    assert names["reddit"] and names["wikipedia"]
-
-
 @pytest.mark.parametrize(
     ("prefix", "said"),
     [

@@ -11,42 +11,18 @@ import pytest
 from jobs.__main__ import VERBS
 from pipeline.config import flatten, identity, to_dict
 
-ACTORS = {f"resources.{name}" for name in ("actors", "max_actors", "cpus_per_actor", "gpu")}
-WORKERS = {
-    f"resources.{name}"
-    for name in (
-        "workers",
-        "min_workers",
-        "cpus_per_worker",
-        "gpu",
-        "shard_weights",
-        "max_restarts",
-    )
-}
-READING = {f"reading.{name}" for name in ("truncated", "max_malformed_share", "files_at_once")}
-GATE = {
-    f"gate.{name}"
-    for name in (
-        "sample",
-        "min_cosine",
-        "canaries",
-        "canary_texts",
-        "top_k",
-        "min_recall",
-        "max_removed_share",
-        "max_changed_share",
-    )
-}
-LOOP = {
-    f"loop.{name}"
-    for name in (
-        "checkpoint_every_steps",
-        "checkpoint_every_minutes",
-        "log_every_steps",
-        "keep_checkpoints",
-        "max_skipped_steps",
-    )
-}
+
+def group(name: str, options: str) -> set[str]:
+    return {f"{name}.{option}" for option in options.split()}
+
+
+ACTORS = group("resources", "actors max_actors cpus_per_actor gpu")
+WORKERS = group("resources", "workers min_workers cpus_per_worker gpu shard_weights max_restarts")
+READING = group("reading", "truncated max_malformed_share files_at_once")
+GATE = group("gate", "sample min_cosine canaries canary_texts top_k min_recall")
+GATE |= group("gate", "max_removed_share max_changed_share")
+LOOP = group("loop", "checkpoint_every_steps checkpoint_every_minutes log_every_steps")
+LOOP |= group("loop", "keep_checkpoints max_skipped_steps")
 EXCLUDED = {
     "clean_corpus": {"output", "dry_run"},
     "convert_model": {"output"},

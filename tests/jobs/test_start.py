@@ -57,107 +57,91 @@ def run_jobs(*commands: tuple[object, ...]) -> list[dict[str, Any]]:
     return ended
 
 
-def test_help_loads_no_slow_library():
-    ended = dict(zip(VERBS, run_jobs(*((verb, "--help") for verb in VERBS)), strict=True))
-    for verb, end in ended.items():
-        assert (end["code"], end["loaded"]) == (0, []), verb
-        assert end["text"].startswith(f"usage: python -m jobs.{verb} ")
+def test_help_and_wrong_options_load_no_slow_library():
+    helps = [(verb, "--help") for verb in VERBS]
+    refusals = [(verb, "--nope", 1) for verb in VERBS]
+    ended = run_jobs(*helps, *refusals)
+    for verb, helped, refused in zip(VERBS, ended, ended[len(VERBS) :], strict=False):
+        assert (helped["code"], helped["loaded"]) == (0, []), verb
+        assert helped["text"].startswith(f"usage: python -m jobs.{verb} ")
+        assert (refused["code"], refused["loaded"]) == (2, []), verb
+        assert (
+            refused["text"].startswith(f"python -m jobs.{verb}: ") and "--nope" in refused["text"]
+        )
 
 
-def test_a_wrong_option_is_refused_without_a_slow_library():
-    ended = dict(zip(VERBS, run_jobs(*((verb, "--nope", 1) for verb in VERBS)), strict=True))
-    for verb, end in ended.items():
-        assert (end["code"], end["loaded"]) == (2, []), verb
-        assert end["text"].startswith(f"python -m jobs.{verb}: ") and "--nope" in end["text"]
+@pytest.fixture
+def empty(tmp_path):
+    """`empty("corpus")`: the URI of a published artifact without files."""
+
+    def publish(kind: str) -> str:
+        made = draft(str(tmp_path / kind), kind, Nothing(), {})
+        assert isinstance(made, Draft)
+        return made.publish([], {}).uri
+
+    return publish
 
 
-def test_input_that_is_not_there_is_refused_without_a_slow_library(tmp_path):
+def test_input_that_is_wrong_is_refused_without_a_slow_library(tmp_path, empty, tiny_ranker):
     gone, output = tmp_path / "gone", ("--output", tmp_path / "out")
-    empty = draft(str(tmp_path / "corpus"), "corpus", Nothing(), {})
-    assert isinstance(empty, Draft)
-    empty.publish([], {})
-    corpus = ("--corpus", tmp_path / "corpus")
-    work = ("--work", tmp_path / "work")
-    texts = tmp_path / "texts.csv"
+    corpus, work = ("--corpus", empty("corpus")), ("--work", tmp_path / "work")
+    texts, table, lines = (tmp_path / f"rows.{name}" for name in ("csv", "table.csv", "jsonl"))
     texts.write_text("text,label\n" + "".join(f"{at},{at % 2}\n" for at in range(8)))
-    commands = [
-        ("benchmark", "finetune", "--encoder", f"{gone}/x", "--corpus", gone, *work),
-        ("benchmark", "search", "--model", gone, "--corpus", gone, *work),
-        ("classify_intents", "--encoder", gone, "--input", gone, *output),
-        ("classify_intents", "--encoder", gone, "--input", texts, *output),
-        ("clean_corpus", "--corpus", gone, *output),
-        ("clean_corpus", *corpus, "--evaluation", gone, *output),
-        ("convert_model", "--model", gone, *output),
-        ("demo", "--data", gone, "--work", tmp_path / "demo", "--port", 1),
-        ("embed_pool", "--model", gone, "--candidates", gone, "--pools", gone, "--name", "x"),
-        ("evaluate", "--model", gone, *corpus),
-        ("evaluate", "--model", gone, "--corpus", gone),
-        ("finetune", "--corpus", gone, "--encoder", gone, *output),
-        ("finetune", *corpus, "--encoder", gone, *output),
-        ("inspect", "--corpus", gone),
-        ("inspect", "--pool", gone),
-        ("prepare_corpus", "--corpus", "reddit", "--input", gone, *output),
-        ("pretrain", "--corpus", gone, "--tokenizer", gone, *output),
-        ("pretrain", *corpus, "--tokenizer", gone, *output),
-        ("score_candidates", "--corpus", gone, "--teacher", gone, *output),
-        ("score_candidates", *corpus, "--teacher", gone, *output),
-        ("search", "--pool", gone, "--model", gone, "--context", "hi"),
-        ("train_tokenizer", "--corpus", gone, *output),
-    ]
-    for command, end in zip(commands, run_jobs(*commands), strict=True):
+    table.write_text("frage,antwort\nhow?,so\n")
+    lines.write_text('{"id": "a", "words": "b"}\n')
+    draft(str(tmp_path / "begun"), "corpus", Nothing(), {})
+    begun, model = ("--corpus", tmp_path / "begun"), tiny_ranker("bi").uri
+    pool = ("embed_pool", "--pools", tmp_path, "--name", "x", "--model")
+    tokenizer = ("finetune", *corpus, "--encoder", empty("tokenizer"), *output)
+    refusals = {
+        ("benchmark", "finetune", "--encoder", f"{gone}/x", "--corpus", gone, *work): gone,
+        ("benchmark", "search", "--model", gone, "--corpus", gone, *work): gone,
+        ("classify_intents", "--encoder", gone, "--input", gone, *output): gone,
+        ("classify_intents", "--encoder", gone, "--input", texts, *output): gone,
+        ("clean_corpus", "--corpus", gone, *output): gone,
+        ("clean_corpus", *corpus, "--evaluation", gone, *output): gone,
+        ("convert_model", "--model", gone, *output): gone,
+        ("demo", "--data", gone, "--work", tmp_path / "demo", "--port", 1): gone,
+        (*pool, gone, "--candidates", gone): gone,
+        ("evaluate", "--model", gone, *corpus): gone,
+        ("evaluate", "--model", gone, "--corpus", gone): gone,
+        ("finetune", "--corpus", gone, "--encoder", gone, *output): gone,
+        ("finetune", *corpus, "--encoder", gone, *output): gone,
+        ("inspect", "--corpus", gone): gone,
+        ("inspect", "--pool", gone): gone,
+        ("prepare_corpus", "--corpus", "reddit", "--input", gone, *output): gone,
+        ("pretrain", "--corpus", gone, "--tokenizer", gone, *output): gone,
+        ("pretrain", *corpus, "--tokenizer", gone, *output): gone,
+        ("score_candidates", "--corpus", gone, "--teacher", gone, *output): gone,
+        ("score_candidates", *corpus, "--teacher", gone, *output): gone,
+        ("search", "--pool", gone, "--model", gone, "--context", "hi"): gone,
+        ("train_tokenizer", "--corpus", gone, *output): gone,
+        # An unfinished corpus, one without examples, a wrong column, and a tokenizer in place of an encoder.
+        ("clean_corpus", *begun, *output): "unfinished",
+        ("inspect", *begun): "unfinished",
+        ("score_candidates", *begun, "--teacher", "t", *output): "unfinished",
+        ("train_tokenizer", *begun, *output): "unfinished",
+        ("evaluate", "--model", model, *corpus, "--split", "test"): "no examples in test/",
+        ("prepare_corpus", "--corpus", "pairs", "--input", table, *output): (
+            "pairs.context_column: 'context' is not allowed; allowed: the columns of"
+        ),
+        (
+            *pool,
+            model,
+            "--candidates",
+            lines,
+        ): "embed.text_column: 'text' is not allowed; allowed: ",
+        (
+            *pool,
+            model,
+            "--candidates",
+            lines,
+            "--dry-run",
+        ): "embed.text_column: 'text' is not allow",
+        tokenizer: "is a tokenizer; allowed: ",
+    }
+    for (command, said), end in zip(refusals.items(), run_jobs(*refusals), strict=True):
         assert (end["code"], end["loaded"]) == (2, []), (command, end["text"])
-        assert str(gone) in end["text"]
-
-
-def test_a_tokenizer_is_no_encoder_and_the_refusal_says_who_starts_from_one(tmp_path):
-    for kind in ("corpus", "tokenizer"):
-        empty = draft(str(tmp_path / kind), kind, Nothing(), {})
-        assert isinstance(empty, Draft)
-        empty.publish([], {})
-    (end,) = run_jobs(
-        ("finetune", "--corpus", tmp_path / "corpus", "--encoder", tmp_path / "tokenizer",
-         "--output", tmp_path / "out")
-    )  # fmt: skip
-    assert (end["code"], end["loaded"]) == (2, [])
-    assert "is a tokenizer; allowed: " in end["text"]
-    assert "--ranker.architecture convert" in end["text"]
-
-
-@pytest.mark.parametrize("verb", ["clean_corpus", "inspect", "score_candidates", "train_tokenizer"])
-def test_an_unfinished_corpus_is_refused_without_a_slow_library(tmp_path, verb):
-    draft(str(tmp_path / "corpus"), "corpus", Nothing(), {})
-    more = {"inspect": (), "score_candidates": ("--teacher", "t", "--output", tmp_path / "out")}
-    arguments = more.get(verb, ("--output", tmp_path / "out"))
-    (end,) = run_jobs((verb, "--corpus", tmp_path / "corpus", *arguments))
-    assert (end["code"], end["loaded"]) == (2, [])
-    assert "unfinished" in end["text"]
-
-
-def test_a_wrong_column_is_refused_without_a_slow_library(tmp_path, tiny_ranker):
-    (tmp_path / "rows.csv").write_text("frage,antwort\nhow?,so\n")
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "words": "b"}\n')
-    pairs = ("prepare_corpus", "--corpus", "pairs", "--output", tmp_path / "out")
-    pool = ("embed_pool", "--model", tiny_ranker("bi").uri, "--pools", tmp_path, "--name", "x")
-    commands = [
-        (*pairs, "--input", tmp_path / "rows.csv"),
-        (*pool, "--candidates", tmp_path / "rows.jsonl"),
-        (*pool, "--candidates", tmp_path / "rows.jsonl", "--dry-run"),
-    ]
-    refusals = [
-        "pairs.context_column: 'context' is not allowed; allowed: the columns of",
-        *["embed.text_column: 'text' is not allowed; allowed: the columns of"] * 2,
-    ]
-    for refusal, end in zip(refusals, run_jobs(*commands), strict=True):
-        assert (end["code"], end["loaded"]) == (2, []), end["text"]
-        assert refusal in end["text"]
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_a_split_without_examples_is_refused_without_a_slow_library(tmp_path, tiny_ranker):
-    empty = draft(str(tmp_path / "corpus"), "corpus", Nothing(), {})
-    assert isinstance(empty, Draft)
-    empty.publish([], {})
-    model = tiny_ranker("bi").uri
-    (end,) = run_jobs(("evaluate", "--model", model, "--corpus", empty.uri, "--split", "test"))
-    assert (end["code"], end["loaded"]) == (2, [])
-    assert "no examples in test/" in end["text"]
+        assert str(said) in end["text"], command
+    assert "--ranker.architecture convert" in end["text"]  # which starts from a tokenizer
+    assert [path.name for path in tmp_path.rglob("*.partial")] == ["begun.partial"]

@@ -147,14 +147,6 @@ def test_a_killed_job_tokenizes_only_what_is_missing(tokenize, tmp_path, monkeyp
     assert tokenize().summary == {**resumed, "already_done": True}
 
 
-@pytest.mark.long  # 31 s on two slow cores
-def test_on_the_cluster_it_makes_the_same_files(run_job, tokenize, convai2_corpus, tmp_path):
-    in_process = tokenize().summary
-    on_ray = run_job("tokenize_corpus", "--corpus", convai2_corpus.uri, "--tokenizer",
-                     tmp_path / "tokenizer", "--output", tmp_path / "ray").summary  # fmt: skip
-    assert on_ray["fingerprint"] == in_process["fingerprint"]
-
-
 @pytest.fixture
 def write_corpus(convai2_corpus, tmp_path):
     """A corpus of rows of its own: the sample's manifest with one other file."""

@@ -28,24 +28,16 @@ def responses(convai2_corpus) -> list[str]:
     return pq.read_table(file, partitioning=None)["response"].to_pylist()[:100]
 
 
-@pytest.mark.parametrize(("kind", "vocabulary"), [("wordpiece", 500), ("bpe", 400)])
-def test_texts_come_back_from_their_ids(train, responses, tmp_path, kind, vocabulary):
-    options = ("--tokenizer.kind", kind, "--tokenizer.vocabulary", vocabulary)
-    summary = train(*options).summary
+def test_texts_come_back_from_their_ids(train, responses, tmp_path):
+    summary = train("--tokenizer.kind", "bpe", "--tokenizer.vocabulary", 400).summary
     learnt = AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
     assert summary["counts"] == {"vocabulary": len(learnt)}
-    assert 300 < len(learnt) <= vocabulary
+    assert 300 < len(learnt) <= 400
     assert learnt.convert_ids_to_tokens(range(5)) == SPECIAL
-
     rows = Tokenizer.load(tmp_path / "out").candidates(responses, max_tokens=1000)
     for text, row in zip(responses, rows, strict=True):
         assert (row[0], row[-1]) == (2, 3)  # [CLS] text [SEP]
-        assert learnt.unk_token_id not in row
-        back = learnt.decode(row, skip_special_tokens=True)
-        if kind == "bpe":
-            assert back == text.lower()
-        else:  # BERT's pieces leave out where the spaces were
-            assert back.replace(" ", "") == text.lower().replace(" ", "")
+        assert learnt.decode(row, skip_special_tokens=True) == text.lower()
     # It was learnt from these texts: pieces are longer than letters.
     letters = sum(len(text) for text in responses)
     assert sum(len(row) - 2 for row in rows) < letters / 1.5

@@ -112,7 +112,7 @@ def test_a_job_whose_process_dies_is_started_again(tmp_path, dies, capfd):
     assert "step only: its process died (exit code -9, start 2 of 3)" in printed
 
 
-@pytest.mark.parametrize(("codes", "deaths"), [((2, 2, 2), 3), ((-6, -11, 1), 3), ((-15,), 0)])
+@pytest.mark.parametrize(("codes", "deaths"), [((-6, -11, 2), 3), ((-15,), 0)])
 def test_a_death_is_no_refusal_whatever_its_exit_code(tmp_path, dies, capfd, codes, deaths):
     (tmp_path / "w.yaml").write_text(ONE_JOB)
     dies("submit", *codes)
@@ -144,7 +144,6 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [("steps: [", {}, "not a workflow"),
-     ("- a", {}, "is not allowed; allowed: a mapping with `steps`"),
      ("steps: {}", {}, "steps: 'none' is not allowed"),
      ("steps: {a: }", {}, "steps.a: 'None' is not allowed; allowed: a command"),
      ("steps: {a: ls}\nmore: 1", {}, "a mapping with `steps`"),
@@ -155,10 +154,8 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
      ("steps: {a: \"echo 'x\"}", {}, r"steps\.a: No closing quotation in"),
      ("steps: {a: '# nothing'}", {}, r"steps\.a: '# nothing' is not allowed"),
      ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
-     ("steps: {a: python -m jobs.nope}", {}, r"^steps\.a: 'nope' is not allowed; allowed: a job"),
      ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
      ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
-     ("steps: {a: python -m jobs.inspect --nope 1}", {}, r"^steps\.a: .*--nope"),
      ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a"),
      ("steps: {a: ls}", {"skip": ("b",)}, "^skip: 'b' is not allowed; allowed: a")],
 )  # fmt: skip
