@@ -461,22 +461,20 @@ def test_tokens_change_without_a_restart(cluster, example, model, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("origin", "allowed"),
-    [("https://app.example", "https://app.example"), ("https://other.example", None)],
-)
-def test_a_page_of_another_origin_may_read_answers_and_refusals(
-    cluster, example, model, origin, allowed
-):
+def test_a_page_of_another_origin_may_read_answers_and_refusals(cluster, example, model):
     example("cors")
-    for text, status in (("hello", 200), ("x" * 3_000_000, 413)):
+    allowed, other = "https://app.example", "https://other.example"
+    for origin, text, status in (
+        (allowed, "hello", 200), (allowed, "x" * 3_000_000, 413), (other, "hello", 200),
+    ):  # fmt: skip
         request = Request(f"http://127.0.0.1:{cluster.port}/rank", method="POST")
         request.add_header("origin", origin)
         request.add_header("content-type", "application/json")
         request.data = json.dumps({**CONTEXT, "context": text}).encode()
         with opened(request) as answer:
             assert answer.status == status
-            assert answer.headers["access-control-allow-origin"] == allowed
+            read_by = answer.headers["access-control-allow-origin"]
+            assert read_by == (allowed if origin == allowed else None)
 
 
 def opened(request: Request) -> Any:

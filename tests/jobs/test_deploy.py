@@ -1,4 +1,5 @@
-"""`jobs.deploy` where no cluster answers as it should. Against a real head: tests/cluster/test_submit.py."""
+"""`jobs.deploy` and `jobs.submit` where no cluster answers as it should. Against a real head:
+tests/cluster/test_submit.py."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ def dashboard() -> Iterator[str]:
         thread.join()
 
 
-def test_a_token_that_the_cluster_does_not_know_is_one_line(run_job_here, dashboard, tmp_path):
+@pytest.mark.parametrize("verb", ["deploy", "submit"])
+def test_a_token_that_the_cluster_does_not_know_is_one_line(
+    run_job_here, dashboard, tmp_path, verb
+):
     file = tmp_path / "service.yaml"
     file.write_text("applications: [{name: dialogue, import_path: serve.app:build}]")
-    refusal = run_job_here("deploy", file, "--address", dashboard).refusal
+    sent = (file,) if verb == "deploy" else ("--", "inspect", "--corpus", "s3://lake/x")
+    refusal = run_job_here(verb, "--address", dashboard, *sent).refusal
     assert f"--address {dashboard}: " in refusal and "RAY_AUTH_TOKEN" in refusal
 
 
