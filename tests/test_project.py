@@ -29,7 +29,6 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-import jobs
 from jobs.benchmarks.paper import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
@@ -51,14 +50,6 @@ def config_of(verb: str) -> type:
 # The command line
 
 
-def test_the_verbs_are_those_of_the_design():
-    assert set(VERBS) >= {
-        "demo", "embed_pool", "evaluate", "finetune", "prepare_corpus", "pretrain", "search",
-        "train_tokenizer",
-    }  # fmt: skip
-    assert Path(jobs.__file__).parent == ROOT / "jobs"
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_lists_every_option_with_its_meaning(verb, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -72,6 +63,11 @@ def test_help_lists_every_option_with_its_meaning(verb, capsys):
     for option in re.split(r"\n  (?=--)", text)[1:]:
         name, meaning, *_ = [*re.split(r"\n {6}(?=\S)", option), ""]
         assert meaning.strip(), f"{name} has no meaning"
+    assert "null|" not in text  # the choices of a union
+    if verb == "evaluate":
+        assert (
+            "\n  --source given|sampled|corpus|blocks|others|protocol (default: protocol)\n" in text
+        )
 
 
 def test_a_later_config_wins_and_leaves_what_it_does_not_name(tmp_path):
@@ -115,13 +111,8 @@ def test_what_an_option_is_read_with_are_options_and_values_of_a_job():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_is_a_config_of_its_job(recipe):
     verb = "pretrain" if recipe.parent.name == "pretrain" else "finetune"
-    required = [
-        "--corpus",
-        "c",
-        "--output",
-        "o",
-        *(["--encoder", "e"] if verb == "finetune" else []),
-    ]
+    required = ["--corpus", "c", "--output", "o"]
+    required += ["--encoder", "e"] if verb == "finetune" else []
     config = parse(config_of(verb), ["--config", str(recipe), *required], "test")
     written = yaml.safe_load(recipe.read_text())
     assert_has(config, written)
@@ -133,13 +124,6 @@ def assert_has(config, written):
             assert_has(getattr(config, name), value)
         else:
             assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
-
-
-def test_every_option_of_the_recipes_of_a_ranker_is_read(capsys):
-    required = ["--corpus", "c", "--output", "o", "--encoder", "e"]
-    for key in RANKERS:
-        parse(config_of("finetune"), [*recipe_of(*key), *required], "test")
-        assert capsys.readouterr().err == "", key
 
 
 def test_every_recipe_is_used_or_documented():
@@ -191,17 +175,16 @@ RANKERS = {
 
 
 @pytest.mark.parametrize("key", RANKERS, ids="-".join)
-def test_the_settings_of_each_task_architecture_and_size(key):
-    """Nothing but these fields differs from the defaults of jobs.finetune."""
+def test_the_settings_of_each_task_architecture_and_size(key, capsys):
+    """Nothing but these fields differs from the defaults of jobs.finetune, and each of them is read."""
     _, kind, size = key
     required = ["--corpus", "c", "--encoder", "e", "--output", "o"]
     read = functools.partial(parse, config_of("finetune"), prog="test")
     found = flatten(to_dict(read([*recipe_of(*key), *required])))
     expected = flatten(to_dict(read(["--ranker.architecture", kind, *required])))
     lengths, others = RANKERS[key][:2], RANKERS[key][2:]
-    expected |= dict(
-        zip(("ranker.max_context_tokens", "ranker.max_candidate_tokens"), lengths, strict=True)
-    )
+    names = ("max_context_tokens", "max_candidate_tokens")
+    expected |= {f"ranker.{name}": value for name, value in zip(names, lengths, strict=True)}
     names = ("batch_examples", "negatives", "valid_examples")
     expected |= {f"finetune.{name}": value for name, value in zip(names, others, strict=True)}
     if size == "small":
@@ -216,6 +199,7 @@ def test_the_settings_of_each_task_architecture_and_size(key):
             "loop.max_gradient_norm": 0.1, "resources.workers": 8, "resources.gpu": True,
         }  # fmt: skip
     assert found == expected
+    assert capsys.readouterr().err == ""
 
 
 def pretraining(name: str, *more: str):
@@ -240,17 +224,12 @@ def test_the_papers_pretraining(name):
 
 
 @pytest.mark.parametrize("name", ["reddit-base", "wikipedia-base", "modern-base"])
-def test_lanes_are_shared_evenly_also_by_8_workers(name):
+def test_lanes_are_shared_evenly_and_each_machine_may_die_more_than_once(name):
+    """Ray Train counts the deaths over the whole run, and a run of 14 days on 32 machines has many."""
     config = pretraining(name)
     assert config.pretrain.lanes % config.resources.workers == 0 == config.pretrain.lanes % 8
     assert config.pretrain.longest_pair <= config.shape.positions
-
-
-@pytest.mark.parametrize("name", ["modern-base", "reddit-base", "wikipedia-base"])
-def test_each_machine_of_a_long_run_may_die_more_than_once(name):
-    """Ray Train counts the deaths over the whole run, and a run of 14 days on 32 machines has many."""
-    resources = pretraining(name).resources
-    assert resources.max_restarts > 2 * resources.workers
+    assert config.resources.max_restarts > 2 * config.resources.workers
 
 
 def test_recipes_are_found_outside_of_a_checkout_unless_there_is_another_file(
@@ -274,20 +253,15 @@ CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 ON_PREMISE = yaml.safe_load((ROOT / "cluster.onpremise.yaml").read_text())
 
 
-def test_cluster_yaml_is_a_config_of_ray_up():
+def test_both_files_are_configs_of_ray_up():
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    jsonschema.validate(CLUSTER, schema)
-    validate_config(prepare_config(copy.deepcopy(CLUSTER)))
+    for config in (CLUSTER, ON_PREMISE):
+        jsonschema.validate(config, schema)
+        prepared = prepare_config(copy.deepcopy(config))
+        validate_config(prepared)
+    assert prepared["max_workers"] == len(ON_PREMISE["provider"]["worker_ips"])
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**CLUSTER, "max_worker": 3}, schema)
-
-
-def test_the_onpremise_form_is_a_config_of_ray_up():
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    jsonschema.validate(ON_PREMISE, schema)
-    prepared = prepare_config(copy.deepcopy(ON_PREMISE))
-    validate_config(prepared)
-    assert prepared["max_workers"] == len(ON_PREMISE["provider"]["worker_ips"])
 
 
 def start_line(config: Any, node: str) -> str:
@@ -466,10 +440,8 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
     assert budgets["polyrank-serving"]["selector"] == serving
     (network,) = (part["spec"] for part in policies if part["kind"] == "NetworkPolicy")
     ports = {port["port"] for rule in network["ingress"] for port in rule.get("ports", ())}
-    assert ports == {
-        8000,
-        8265,
-    }  # the service and the dashboard; Redis, the GCS and Ray Client are for pods
+    # The service and the dashboard; Redis, the GCS and Ray Client are for pods.
+    assert ports == {8000, 8265}
 
 
 def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
@@ -596,45 +568,16 @@ def test_the_versions_of_python_are_the_same_everywhere():
 def test_the_code_compiles_without_a_warning(version, tmp_path):
     """What can be proved of a version on a machine that has it, but not its packages."""
     in_pyenv = Path.home().glob(f".pyenv/versions/*/bin/python{version}")
-    places = [shutil.which(f"python{version}"), *map(str, in_pyenv)]
+    places = filter(None, [shutil.which(f"python{version}"), *map(str, in_pyenv)])
     runs = (
-        each
-        for each in places
-        if each and not subprocess.call([each, "-c", ""], stderr=subprocess.DEVNULL)
+        each for each in places if not subprocess.call([each, "-c", ""], stderr=subprocess.DEVNULL)
     )
     if not (python := next(runs, None)):
         pytest.skip(f"no Python {version} here")
     command = [
         python,
-        "-W",
-        "error",
-        "-m",
-        "compileall",
-        "-q",
-        "pipeline",
-        "jobs",
-        "serve",
-        "tests",
+        *["-W", "error", "-m", "compileall", "-q", "pipeline", "jobs", "serve", "tests"],
     ]
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_an_unknown_option_of_any_job_is_refused():
-    for verb in VERBS:
-        with pytest.raises(BadInput, match="--nope"):
-            parse(config_of(verb), ["--nope", "1"], verb)
-
-
-def test_help_names_the_choices_of_every_option(capsys):
-    """Those of a union of choices, too, as the source of jobs.evaluate."""
-    for verb in VERBS:
-        with pytest.raises(SystemExit):
-            parse(config_of(verb), ["--help", "all"], verb)
-        assert "null|" not in (shown := capsys.readouterr().out)
-        if verb == "evaluate":
-            assert (
-                "\n  --source given|sampled|corpus|blocks|others|protocol (default: protocol)\n"
-                in shown
-            )

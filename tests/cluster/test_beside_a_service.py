@@ -134,21 +134,3 @@ def test_the_nightly_job_ends_in_one_line_where_a_replica_holds_the_only_gpu(
     assert "embed_pool: waited 0.02 minutes for 1 CPU, 1 GPU: " in done.stderr.splitlines()[-1]
     assert "0 of 1 GPUs free, 1 held by Serve" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_training_and_a_pool_take_the_cores_that_are_left(
-    node, tiny_ranker, convai2_corpus, candidates, tmp_path
-):
-    trained = job(
-        node, "finetune", "--corpus", convai2_corpus.uri, "--encoder", tiny_ranker("bi").uri,
-        "--output", tmp_path / "ranker", "--finetune.max-steps", 1, "--finetune.batch-examples", 8,
-        "--loop.validate-every-epochs", 0, "--ranker.max-context-tokens", 48,
-        "--ranker.max-candidate-tokens", 32, "--max-wait-minutes", 1,
-    )  # fmt: skip
-    assert trained.returncode == 0, trained.stderr
-    embedded = job(
-        node, "embed_pool", "--model", tmp_path / "ranker", "--candidates", candidates,
-        "--pools", tmp_path / "pools", "--name", "articles", "--max-wait-minutes", 1,
-    )  # fmt: skip
-    assert embedded.returncode == 0, embedded.stderr
-    assert "waits for" not in trained.stderr + embedded.stderr

@@ -69,12 +69,6 @@ def test_distillation_has_what_it_is_compared_with(plan):
     assert plan("distill", "poly-64").evaluation == plan(4, "poly-64").evaluation
 
 
-def test_an_option_for_all_rows_may_be_one_that_some_do_not_read(plan, setting):
-    shared = replace(setting, overrides=("--finetune.negatives", "7"))
-    for name in ("poly-64", "poly-64-both"):
-        assert plan("distill", name, setting=shared).train.finetune.negatives == 7
-
-
 def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2_corpus):
     def described(task):
         job = plan(4, "poly-16", task=task)
@@ -275,11 +269,6 @@ def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here,
         "part: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
         in done.refusal
     )
-
-
-def test_the_task_is_what_the_examples_say(convai2_corpus, reddit_corpus):
-    assert tables.task_of(convai2_corpus) == "convai2"
-    assert tables.task_of(reddit_corpus) == "reddit"
 
 
 def test_a_reason_is_one_line():

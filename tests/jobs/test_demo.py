@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import socket
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-import mlflow
-import numpy as np
 import pytest
 import yaml
 
-from jobs import demo, demo_data, demo_picture, demo_questions, demo_stages, generate_dump
+from jobs import demo, demo_data, demo_questions, demo_stages, generate_dump
 from pipeline.config import BadInput
 from tests.helpers import free_port
 
@@ -196,20 +192,6 @@ def test_a_training_that_fails_fails_the_demo_and_those_that_wait_for_it(at_once
     with pytest.raises(BadInput, match=r"^no$"):
         stages = {name: demo_stages.Stage("A ranker", Job, None) for name in ("bi", "poly")}
         demo_stages.run_side_by_side(stages, at_once, predecessors={"poly": "bi"})
-
-
-def test_the_picture_has_the_curves_and_the_answers(tmp_path):
-    with mlflow.start_run(
-        experiment_id=mlflow.get_experiment_by_name("polyrank").experiment_id
-    ) as run:
-        for step in (1, 2, 3):
-            mlflow.log_metric("loss", 1 / step, step)
-    metrics = {"table": {"bi": {"R@1/20": 0.7}}, "intervals": {"bi": {"R@1/20": [0.6, 0.8]}}}
-    latency = {"latency_ms": {"bi": {"median": 3.0, "p95": 4.0}}}
-    png = demo_picture.draw({"bi": run.info.run_id}, {**metrics, **latency})
-    pixels = plt.imread(io.BytesIO(png))
-    assert pixels.shape[1] > pixels.shape[0] > 300
-    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 10
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from jobs import (
     clean_corpus,
@@ -54,15 +53,6 @@ def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
     assert guess["cpu_hours"] == pytest.approx(guess["rows"] / 71_000 / 3600)
     text = capsys.readouterr().out
     assert "prepare_corpus: nothing is written" in text and "core hours" in text
-
-
-def test_other_formats_have_sizes_and_no_invented_rate(sample_files, nowhere):
-    config = prepare_corpus.Config(
-        format="convai2", input=(str(sample_files / "convai2"),), output=nowhere, dry_run=True
-    )
-    found = prepare_corpus.run(config)["estimate"]
-    assert found["input_files"] >= 2 and "cpu_hours" not in found
-    assert found["basis"] == "no rate is measured for convai2"
 
 
 def test_ten_times_the_dumps_are_ten_times_the_hours():
@@ -220,20 +210,3 @@ def test_numbers_are_printed_for_people(capsys):
     assert cost.show("job", shown) == {"dry_run": True, "estimate": shown.as_json()}
     text = capsys.readouterr().out
     assert all(part in text for part in ("1.5 GB", "12,000", "0.0100", "rates from"))
-
-
-def test_a_pretraining_counts_its_steps_tokens_and_epochs(
-    run_job_here, convai2_corpus, tiny_ranker, nowhere, tmp_path
-):
-    tokens, tokenizer = tmp_path / "tokens", tiny_ranker("bi").local() / "context_encoder"
-    corpus = ("--corpus", convai2_corpus.uri, "--tokenizer", tokenizer, "--output", tokens)
-    assert run_job_here("tokenize_corpus", *corpus).code == 0
-    recipe = ROOT / "jobs" / "configs" / "pretrain" / "tiny-cpu.yaml"
-    found = run_job_here("pretrain", "--config", recipe, "--corpus", tokens, "--output", nowhere,
-                         "--pretrain.objective", "joint", "--dry-run").summary  # fmt: skip
-    sizes = (found["estimate"]["steps"], found["batch_tokens"], found["micro_batches_per_step"])
-    assert sizes == (450, 4096, 2)
-    assert found["tokens_to_train"] == 450 * 4096
-    assert found["epochs"] == pytest.approx(450 * 4096 / found["corpus_tokens"], abs=0.01)
-    vocabulary = len(AutoTokenizer.from_pretrained(tokens / "tokenizer"))
-    assert found["parameters"] > 64 * vocabulary and found["tokens_per_s_per_worker"] > 0

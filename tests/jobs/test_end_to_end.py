@@ -1,7 +1,6 @@
 """The whole path, from the corpus to requests over HTTP.
 
-The jobs run in this process, as in a notebook: each process imports torch again. In the long tests the
-service is a process, and so are trainings, which are interrupted, killed, and started again.
+The jobs run in this process, as in a notebook: each process imports torch again. The service is a process.
 """
 
 from __future__ import annotations
@@ -9,55 +8,33 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import pickle
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlflow
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import ray
-import torch
 from ray import serve
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group_table,
-    remove_placement_group,
-)
-from safetensors.torch import load_file
-from torch.nn.parallel import DistributedDataParallel
 
-from jobs import finetune
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
 from pipeline.engine import executors
-from pipeline.models.encoder import prepare_for_training
-from pipeline.models.sources import open_encoder
-from pipeline.training.finetuning import Finetuning
-from pipeline.training.loop import Listener, train
 from tests.helpers import (
-    INTERRUPTED,
     free_port,
     job_command,
-    ray_processes,
-    run_in_processes,
     wait_until,
 )
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(900)  # four processes, and their workers, import torch
-
-
-STEPS, WORKERS = 60, 2
+pytestmark = pytest.mark.timeout(900)  # processes, and their workers, import torch
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +46,12 @@ def cluster(local_ray) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def prepared(
-    tracking_uri, sample_files, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleNamespace:
-    """The folder with a corpus, a tokenizer and an encoder, what each job said, and options of finetune."""
+def made(tracking_uri, sample_files, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The folder of all artifacts, and what each job said."""
     work = tmp_path_factory.mktemp("work")
-    corpus, tokenizer, encoder = (work / name for name in ("corpus", "tokenizer", "encoder"))
+    corpus, tokenizer, encoder, ranker = (
+        work / name for name in ("corpus", "tokenizer", "encoder", "ranker")
+    )
     commands = (
         ("prepare_corpus", "--corpus", "convai2", "--input", sample_files / "convai2",
          "--output", corpus),
@@ -86,24 +63,13 @@ def prepared(
          "--pretrain.micro-batch-tokens", 400,
          "--pretrain.max-context-tokens", 64, "--pretrain.max-response-tokens", 32),
     )  # fmt: skip
-    training = (
-        "--corpus", corpus, "--encoder", encoder,
-        "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
-        "--finetune.max-steps", STEPS, "--finetune.batch-examples", 16,
-        "--finetune.valid-examples", 20, "--loop.precision", "fp32", "--loop.log-every-steps", 1,
-        "--loop.checkpoint-every-steps", 5, "--resources.workers", 1,
-        "--resources.cpus-per-worker", 1,
-    )  # fmt: skip
     said = {command[0]: summary_here(*command) for command in commands}
-    return SimpleNamespace(work=work, said=said, training=training)
-
-
-@pytest.fixture(scope="module")
-def made(prepared) -> SimpleNamespace:
-    """The rest: the ranker, a pool and a table."""
-    work, corpus, ranker = prepared.work, prepared.work / "corpus", prepared.work / "ranker"
-    said, short = prepared.said, ("--output", ranker, "--finetune.max-steps", 2)
-    said["finetune"] = summary_here("finetune", *prepared.training, *short)
+    said["finetune"] = summary_here(
+        "finetune", "--corpus", corpus, "--encoder", encoder, "--output", ranker,
+        "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
+        "--finetune.max-steps", 2, "--finetune.batch-examples", 16, "--finetune.valid-examples", 20,
+        "--loop.precision", "fp32", "--resources.cpus-per-worker", 1,
+    )  # fmt: skip
     said["embed_pool"] = summary_here(
         "embed_pool", "--model", ranker, "--candidates", corpus / "train",
         "--embed.text-column", "response", "--embed.id-column", "example_id",
@@ -114,73 +80,14 @@ def made(prepared) -> SimpleNamespace:
         "evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
         "--json", work / "table.json",
     )  # fmt: skip
-    return prepared
-
-
-@pytest.fixture(scope="module")
-def killed(prepared, cluster, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A training by two workers that was killed, in a folder of its own."""
-    ranker = tmp_path_factory.mktemp("killed") / "ranker"
-    training = (*prepared.training, "--output", ranker, "--resources.workers", WORKERS)
-    kill_in_mid_training(ranker, training)
-    return SimpleNamespace(training=training, ranker=ranker, at=time.time())
+    return SimpleNamespace(work=work, said=said)
 
 
 def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
     """What a job says that runs in this process, with all its tasks."""
-    with executors.in_this_process():
-        return summary_of(verb, *arguments)
-
-
-def summary_of(verb: str, *arguments: object) -> dict[str, Any]:
-    """What a job says whose driver is this process."""
     job = import_module(f"jobs.{verb}")
-    return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
-
-
-@contextmanager
-def in_mid_training(
-    ranker: Path, arguments: tuple[object, ...], checkpoints: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    """jobs.finetune, when it has saved so often; killed at the end. What it says is in "said"."""
-    partial = ranker.with_name(f"{ranker.name}.partial")
-
-    def saved() -> set[Path]:
-        return set(partial.glob("_checkpoints/training_*/checkpoint_*/state.json"))
-
-    earlier = saved()
-    # A shell's background job ignores SIGINT, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with ranker.with_name("said").open("wb") as said:
-        process = subprocess.Popen(
-            job_command("finetune", *arguments),
-            cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=said,
-        )  # fmt: skip
-    try:
-        wait_until(lambda: len(saved() - earlier) >= checkpoints, process)
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not ranker.exists()
-
-
-def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
-    """Kills a worker and the driver with -9. Nothing that looks complete is left."""
-    with in_mid_training(ranker, arguments, checkpoints=2):
-        workers = ray_processes("RayTrainWorker")
-        assert len(workers) == WORKERS
-        workers[0].kill()
-    psutil.wait_procs(ray_processes("RayTrainWorker") + ray_processes("TrainController"))
-    remove_placement_groups()
-
-
-def remove_placement_groups() -> None:
-    """Frees the CPUs that the dead job had reserved. Ray does it as a rule, but Ray Train's own cleaner dies
-    where a machine has two Rays, as under xdist, and a resumed job once waited for these CPUs for ever."""
-    for name in placement_group_table():
-        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
+    with executors.in_this_process():
+        return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
 
 
 @pytest.fixture(scope="module")
@@ -236,17 +143,6 @@ ARTIFACTS = {
 }  # fmt: skip
 
 
-@pytest.mark.long
-def test_ctrl_c_ends_a_training_which_says_how_to_go_on(prepared, tmp_path):
-    ranker = tmp_path / "ranker"
-    training = (*prepared.training, "--output", ranker)
-    with in_mid_training(ranker, training, checkpoints=1) as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == INTERRUPTED
-    said = ranker.with_name("said").read_text().splitlines()
-    assert "python -m jobs.finetune: interrupted; the same command resumes" in said
-
-
 def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
     for verb, kind in ARTIFACTS.items():
         said = made.said[verb]
@@ -257,46 +153,6 @@ def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
     assert table == made.said["evaluate"]["table"]
     assert set(table) == {"chance", "tf-idf", "bm25", "poly"}
     assert not list(made.work.rglob("*.partial"))
-
-
-def train_undisturbed(folder: Path, rank: int) -> None:
-    """One of the ranks, without Ray; the first one saves what they have trained."""
-    recipe, device = pickle.loads((folder / "recipe").read_bytes()), torch.device("cpu")
-    task = recipe.build(rank, WORKERS)
-    prepare_for_training(task.module, device, recipe.loop.precision)
-    model = DistributedDataParallel(task.module)
-    listener = Listener(lambda progress: None, lambda state, cursor: None)
-    train(task, model, recipe.loop, device, rank, listener)
-    if rank == 0:
-        task.save(folder / "ranker")
-
-
-@pytest.mark.long
-def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(killed, tmp_path):
-    """Bit for bit; by two workers, of which one was killed, and then the driver."""
-    # What has been killed is no other job with other names of its files.
-    again = [os.path.relpath(word) if isinstance(word, Path) else word for word in killed.training]
-    summary_of("finetune", *again)
-    config = parse(finetune.Config, list(map(str, killed.training)), "test")
-    corpus, source = open_artifact(config.corpus, "corpus"), open_encoder(config.encoder)[0]
-    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
-    (tmp_path / "recipe").write_bytes(pickle.dumps(recipe))
-    run_in_processes(train_undisturbed, tmp_path, WORKERS, timeout_s=300)
-    files = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("ranker/**/*.safetensors"))
-    assert len(files) == 3  # two towers and the codes
-    for file in files:
-        found, expected = load_file(killed.ranker.parent / file), load_file(tmp_path / file)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in found.items()), file
-    run_id = open_artifact(str(killed.ranker), "ranker").manifest["run_id"]
-    client = mlflow.MlflowClient()
-    run = client.get_run(run_id)
-    assert run.info.start_time / 1e3 < killed.at and run.info.status == "FINISHED"
-    # The run is that of the killed one, of whose curve the last second is lost: here often all.
-    history = client.get_metric_history(run_id, "loss")
-    steps = [point.step for point in history if point.timestamp / 1e3 > killed.at]
-    assert steps[0] > 5
-    assert steps == list(range(steps[0], STEPS + 1))
 
 
 def test_the_data_base_holds_the_lineage_from_the_pool_to_the_corpus(made, tracking_uri):

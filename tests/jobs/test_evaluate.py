@@ -369,19 +369,6 @@ def test_questions_that_nobody_can_answer_are_counted(evaluate, prepared):
     assert "3 of 3 questions have a wrong candidate with the right one's text" in done.stdout
 
 
-def test_blocks_as_polyai_has_them(evaluate, convai2_corpus):
-    options = ("--protocol", "polyai", "--split", "train", "--max-examples", 430)
-    done = evaluate(*options, *QUICK)
-    assert done.summary["examples"] == 430
-    assert list(done.summary["table"]["poly"]) == ["R@1/100", "MRR"]
-    assert done.summary["source"] == "blocks"
-    rest = convai2_corpus.rows("train/") - 430
-    assert done.summary["left_out"] == {"beyond max_examples": rest}
-    assert (
-        f"430 of the {rest + 430:,} examples of train/ are asked; {rest:,} are not" in done.stdout
-    )
-
-
 def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
     monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
     options = (*QUICK, "--max-examples", 20)
@@ -516,20 +503,6 @@ def dstc7_example(number: int, split: str) -> dict:
         "options-for-correct-answers": [] if absent else [options[number]],
         "options-for-next": options,
     }
-
-
-@pytest.mark.long  # half a minute of actors that load a model each
-def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job):
-    models, precision = ["bi", "poly"], ("--precision", "fp32")
-    options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1, *precision)
-    options = (*options, "--together", "true")
-    here = evaluate(*options, models=models).summary
-    resources = ("--resources.actors", 1, "--resources.cpus-per-actor", 1)
-    there = evaluate(*options, *resources, models=models, job=run_job).summary
-    assert there["examples"] == 60
-    assert list(there["table"]) == list(there["latency_ms"]) == ["bi", "poly", "bi + poly"]
-    for name, metrics in there["table"].items():
-        assert metrics == pytest.approx(here["table"][name], abs=1e-6)
 
 
 @pytest.mark.parametrize(

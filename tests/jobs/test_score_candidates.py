@@ -15,7 +15,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
 from pipeline.training.data import right_answers
 from pipeline.training.teaching import TeachingConfig
-from tests.helpers import INTERRUPTED, rows_of
+from tests.helpers import rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -123,28 +123,6 @@ def test_limits_that_nothing_reads_or_out_of_range_are_refused(settings, name):
         TeachingConfig(**settings)
 
 
-def test_a_killed_job_scores_only_what_is_missing(
-    actors_in_process, run_job_here, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
-):
-    corpus = in_files(convai2_corpus, tmp_path / "corpus", 30, 20)
-    argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "out")
-    score = teaching._score_shard
-
-    def dies(draft, shard, rankers, config):
-        if actors_in_process:
-            raise KeyboardInterrupt
-        return score(draft, shard, rankers, config)
-
-    monkeypatch.setattr(teaching, "_score_shard", dies)
-    assert run_job_here("score_candidates", *argv).code == INTERRUPTED
-    monkeypatch.setattr(teaching, "_score_shard", score)
-    first = list(actors_in_process)
-    resumed = run_job_here("score_candidates", *argv).summary
-    assert len(first) == 1 and len(actors_in_process) == len(set(actors_in_process))
-    whole = run_job_here("score_candidates", *argv[:-4], "--output", tmp_path / "whole", *argv[-2:])
-    assert whole.summary["fingerprint"] == resumed["fingerprint"]
-
-
 def in_files(corpus, folder, *sizes):
     """The first rows of the corpus' train split, in files `a`, `b`, … of these sizes."""
     out = draft(str(folder), "corpus", TeachingConfig(), {})
@@ -189,18 +167,6 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
         refusal = run_job_here("score_candidates", *argv, "--teaching.held-out", "true").refusal
         assert reason in refusal
     assert not (tmp_path / "more.partial").exists()
-
-
-def test_teachers_are_fetched_by_the_node_that_asks_them(
-    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, node, monkeypatch
-):
-    run = teaching.run_tasks_on_actors
-    monkeypatch.setattr(teaching, "run_tasks_on_actors", lambda *all: (node(), run(*all))[1])
-    teacher = f"local://{tiny_ranker('poly').uri}"  # as in an object store
-    summary = run_job_here(
-        "score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o")
-    )
-    assert summary.summary["counts"]["scored"] > 0
 
 
 @pytest.mark.long  # it trains twice
@@ -278,18 +244,6 @@ def test_vectors_of_what_has_not_one_for_a_context_are_refused(
     argv = ("--corpus", convai2_corpus.uri, "--teacher", *teachers, "--output", tmp_path / "out")
     refusal = run_job_here("score_candidates", *argv, "--teaching.over", "batch", *options).refusal
     assert reason in refusal and not list(tmp_path.glob("out*"))
-
-
-def test_a_corpus_without_a_train_split_is_refused(
-    run_job_here, convai2_corpus, tiny_ranker, tmp_path
-):
-    out = draft(str(tmp_path / "corpus"), "corpus", TeachingConfig(), {})
-    table = pq.read_table(convai2_corpus.files("valid/", ".parquet")[0], partitioning=None)
-    out.publish([out.write_table("valid/a.parquet", table)], {})
-    argv = arguments(tmp_path / "corpus", [tiny_ranker("cross").uri], tmp_path / "out")
-    refusal = run_job_here("score_candidates", *argv, "--dry-run", "true").refusal
-    assert "the corpus has no examples in train/" in refusal
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_what_cannot_teach_or_be_taught_is_refused(

@@ -17,7 +17,7 @@ from pipeline.artifact import open_artifact
 from pipeline.models.tokens import Tokenizer
 from pipeline.training import tokenized_corpus
 from pipeline.training.tokenized_corpus import TokenizedCorpus
-from tests.helpers import INTERRUPTED, rows_of
+from tests.helpers import rows_of
 
 NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
@@ -120,31 +120,6 @@ def test_empty_texts_are_dropped_and_counted(tokenize, tmp_path, write_corpus):
     assert "no example of train/ has a context" in tokenize(
         corpus=write_corpus([{"context": ["a"], "response": ""}]), output=tmp_path / "none"
     ).refusal  # fmt: skip
-
-
-def test_a_killed_job_tokenizes_only_what_is_missing(tokenize, tmp_path, monkeypatch):
-    work, done = tokenized_corpus._tokenize_shard, []
-
-    def dies(draft, task, *arguments, **settings):
-        if done:
-            raise KeyboardInterrupt
-        done.append(task)
-        return work(draft, task, *arguments, **settings)
-
-    monkeypatch.setattr(tokenized_corpus, "_tokenize_shard", dies)
-    assert tokenize().code == INTERRUPTED
-    assert not (tmp_path / "out").exists()
-
-    def counted(draft, task, *arguments, **settings):
-        done.append(task)
-        return work(draft, task, *arguments, **settings)
-
-    monkeypatch.setattr(tokenized_corpus, "_tokenize_shard", counted)
-    resumed = tokenize().summary
-    assert len(done) == len(set(done)) >= 2
-    whole = tokenize(output=tmp_path / "whole").summary
-    assert resumed["fingerprint"] == whole["fingerprint"]
-    assert tokenize().summary == {**resumed, "already_done": True}
 
 
 @pytest.fixture

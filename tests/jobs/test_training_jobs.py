@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlflow
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -23,9 +22,7 @@ from safetensors.torch import load_file
 from jobs import finetune
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
-from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine import executors
-from pipeline.engine.draft import draft
 from pipeline.models.ranker import load_ranker
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
@@ -196,15 +193,6 @@ def test_a_registered_model_is_the_candidate_of_its_name(trained):
     assert version.run_id == artifact.manifest["run_id"]
 
 
-def test_a_ranker_that_is_there_already_is_registered_too(run_job_here, trained):
-    """Its job may have been killed before it came to that."""
-    made = trained("cross")
-    argv = [*made.argv, "--register-as", "tiny-cross"]
-    assert run_job_here("finetune", *argv).summary["already_done"] is True
-    version = mlflow.MlflowClient().get_model_version_by_alias("tiny-cross", "candidate")
-    assert version.source == made.artifact.uri
-
-
 # Again
 
 
@@ -358,17 +346,10 @@ def test_settings_that_are_not_allowed_are_refused_before_any_work(refused, opti
     assert [part for part in parts if part not in refusal] == []
 
 
-def test_an_encoder_that_is_not_there_is_refused(refused, tmp_path):
-    assert "config.json is missing" in refused(encoder=tmp_path / "none")
-
-
-@pytest.mark.parametrize("options", [
-    ["--ranker.architecture", "cross"], ["--ranker.share-towers", "true"],
-])  # fmt: skip
-def test_one_encoder_does_not_start_from_a_ranker_with_two(refused, tiny_ranker, options):
+def test_one_encoder_does_not_start_from_a_ranker_with_two(refused, tiny_ranker):
     """It would get the contexts' encoder, which never read a reply."""
     start = tiny_ranker("bi")
-    refusal = refused(*options, encoder=start.uri)
+    refusal = refused(*CROSS, encoder=start.uri)
     assert f"--encoder {start.uri}: has an encoder for contexts and another one for" in refusal
     assert "--ranker.share-towers true" in refusal and "/context_encoder" in refusal
 
@@ -381,25 +362,6 @@ def test_an_encoder_that_is_not_whole_is_refused(refused, encoder, tmp_path, mis
         file.unlink()
     refusal = refused(encoder=folder)
     assert str(folder) in refusal and missing in refusal
-
-
-def test_a_corpus_as_encoder_and_an_encoder_as_corpus_are_refused(
-    refused, tiny_ranker, convai2_corpus, tmp_path
-):
-    assert "kind is 'corpus'" in refused(encoder=convai2_corpus.uri)
-    assert "kind is 'ranker'" in refused(corpus=tiny_ranker("bi").uri)
-    assert "not a corpus" in refused(corpus=tmp_path / "none")
-
-
-def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
-    config = finetune.Config(corpus="", encoder="", output=str(tmp_path / "corpus"))
-    out = draft(config.output, "corpus", config, {})
-    row = {"example_id": "e", "group_id": "g", "context": ["hi"], "response": "yes",
-           "candidates": None, "label": None, "source": "test", "split": "valid"}  # fmt: skip
-    file = out.write_table("valid/0.parquet", pa.Table.from_pylist([row], schema=EXAMPLE))
-    out.publish([file], {"examples": 1})
-    refusal = refused(corpus=config.output)
-    assert config.output in refusal and "train" in refusal
 
 
 @pytest.mark.parametrize(
