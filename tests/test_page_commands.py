@@ -19,13 +19,23 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import mlflow
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import classify_intents, convert_model, embed_pool, prepare_corpus, serve, train_tokenizer
+from jobs import (
+    classify_intents,
+    convert_model,
+    embed_pool,
+    prepare_corpus,
+    serve,
+    train_tokenizer,
+    workflow,
+)
 from pipeline import tracking
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification.settings import HeadConfig
@@ -58,6 +68,7 @@ SMALL: dict[str, tuple[object, ...]] = {
     ),
     "train_tokenizer": ("--tokenizer.vocabulary", 300),
     "classify_intents": ("--head.epochs", 5),
+    "evaluate": ("--latency-queries", 1),
     "generate_dump": ("--comments", 200),
 }  # fmt: skip
 """Options that make a command small; what the page says besides stays."""
@@ -161,55 +172,38 @@ def inputs(
         for name in ("dialogues", "pairs", "published", "subwords", "intents")
     }
     rankers = {name: tiny_ranker(name).local() for name in ("bi", "poly", "cross")}
-    with executors.in_this_process():
-        prepare_corpus.run(
-            prepare_corpus.Config(
-                format="convai2", input=(str(folder / "convai2"),), output=made["dialogues"]
+
+    def make(job: ModuleType, **config: Any) -> None:
+        with executors.in_this_process():
+            job.run(job.Config(**config))
+
+    bi, poly = str(rankers["bi"]), str(rankers["poly"])
+    make(
+        prepare_corpus, format="convai2", input=(str(folder / "convai2"),), output=made["dialogues"]
+    )
+    make(convert_model, model=bi, to="sentence-transformers", output=made["published"])
+    subwords = TokenizerConfig(kind="subwords", vocabulary=300)
+    make(train_tokenizer, corpus=(reddit_corpus.uri,), output=made["subwords"], tokenizer=subwords)
+    messages_file, head = (str(folder / "messages.csv"),), HeadConfig(epochs=5)
+    make(classify_intents, encoder=poly, input=messages_file, output=made["intents"], head=head)
+    columns = pairs.Options(context_column="question", response_column="answer")
+    faq = (str(folder / "faq.csv"),)
+    make(prepare_corpus, format="pairs", input=faq, output=made["pairs"], pairs=columns)
+    earlier, pools = folder / "earlier.parquet", str(folder / "pools")
+    for pool, keys, model in (
+        ("articles", ("language",), poly), ("replies", (), poly), ("answers", (), bi),
+    ):  # fmt: skip
+        for count in (18, 19):
+            pq.write_table(pa.Table.from_pylist(articles[:count]), earlier)
+            embed = EmbedConfig(filter_columns=keys)
+            make(
+                embed_pool,
+                model=model,
+                candidates=(str(earlier),),
+                pools=pools,
+                name=pool,
+                embed=embed,
             )
-        )
-        convert_model.run(
-            convert_model.Config(
-                model=str(rankers["bi"]), to="sentence-transformers", output=made["published"]
-            )
-        )
-        train_tokenizer.run(
-            train_tokenizer.Config(
-                corpus=(reddit_corpus.uri,),
-                output=made["subwords"],
-                tokenizer=TokenizerConfig(kind="subwords", vocabulary=300),
-            )
-        )
-        classify_intents.run(
-            classify_intents.Config(
-                encoder=str(rankers["poly"]),
-                input=(str(folder / "messages.csv"),),
-                output=made["intents"],
-                head=HeadConfig(epochs=5),
-            )
-        )
-        prepare_corpus.run(
-            prepare_corpus.Config(
-                format="pairs",
-                input=(str(folder / "faq.csv"),),
-                output=made["pairs"],
-                pairs=pairs.Options(context_column="question", response_column="answer"),
-            )
-        )
-        for pool, key, model in (
-            ("articles", "language", "poly"), ("replies", "", "poly"), ("answers", "", "bi"),
-        ):  # fmt: skip
-            for count in (18, 19):
-                part = pa.Table.from_pylist(articles[:count])
-                pq.write_table(part, folder / "earlier.parquet")
-                embed_pool.run(
-                    embed_pool.Config(
-                        model=str(rankers[model]),
-                        candidates=(str(folder / "earlier.parquet"),),
-                        pools=str(folder / "pools"),
-                        name=pool,
-                        embed=EmbedConfig(filter_columns=(key,) if key else ()),
-                    )
-                )
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
     return {
@@ -365,6 +359,14 @@ def reader(
                 for alias, model in (("champion", poly), ("candidate", tmp_path / "candidate"))]  # fmt: skip
     for version in reversed(versions):
         tracking.move_alias("dialogue", "champion", version)
+
+    def run_step(command: tuple[str, ...], hides_failure: bool = False) -> tuple[int, str]:
+        """A step of a workflow in this process; tests/jobs/test_workflow.py starts processes."""
+        step = workflow.Step("", command)
+        done = run_job_here(step.verb, *step.options)
+        return done.code, done.stdout.splitlines()[-1]
+
+    monkeypatch.setattr(workflow, "_run_command", run_step)
     with ExitStack() as stack:
 
         def make(page: str) -> Reader:

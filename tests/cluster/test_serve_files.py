@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,9 @@ from urllib.request import Request, urlopen
 
 import mlflow
 import pytest
+import ray
 import yaml
+from ray import serve
 
 from jobs import dashboard
 from pipeline import storage
@@ -35,7 +37,7 @@ from serve.client import Client
 from tests.helpers import free_port, job_command
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
-from .conftest import ROOT, S3, end_processes_of, head
+from .conftest import ROOT, S3, head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 SERVE = ROOT / "serve"
@@ -85,22 +87,6 @@ def require_ranking(answered: tuple[int, Any], model: Artifact) -> Any:
 # One machine
 
 
-@dataclass
-class ServeRun:
-    """A `serve run FILE` in the checkout, on a Ray of its own."""
-
-    file: Path
-    port: int
-    process: subprocess.Popen[bytes]
-
-    def ready(self) -> bool:
-        """Whether the service is there. Fails if Serve has given it up."""
-        log = self.file.with_suffix(".log").read_text()
-        assert self.process.poll() is None, log
-        assert "DEPLOY_FAILED" not in log, log
-        return is_ready(self.port)
-
-
 def is_ready(port: int) -> bool:
     try:
         return ask(port, "GET", "/ready")[0] == 200
@@ -108,69 +94,43 @@ def is_ready(port: int) -> bool:
         return False
 
 
-@dataclass
-class ServeRuns:
-    """`serve_run(name, values)`: starts the file serve/NAME with these values, and waits until it answers."""
-
-    folder: str
-    """Of Ray's files. Every process that names it ends with the test."""
-    files: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def __call__(self, name: str, values: Mapping[str, object], **environment: str) -> ServeRun:
-        port = free_port()
-        file = self.files / Path(name).name
-        values = {**values, "port: 8000": f"port: {port}"}
-        file.write_text(substituted((SERVE / name).read_text(), values))
-        inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        with file.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ray.serve.scripts", "run", str(file)],
-                cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                env={**inherited, "RAY_TMPDIR": self.folder, **environment},
-            )  # fmt: skip
-        self.started.append(process)
-        run = ServeRun(file, port, process)
-        until(run.ready)
-        return run
-
-
-@pytest.fixture
-def serve_run(tmp_path: Path) -> Iterator[ServeRuns]:
-    runs = ServeRuns(
-        tempfile.mkdtemp(prefix="prs", dir="/tmp"), tmp_path
-    )  # paths of sockets are short
-    yield runs
-    for process in runs.started:
-        process.kill()
-        process.wait()
-    end_processes_of(Path(runs.folder))
-    shutil.rmtree(runs.folder, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
 def model(tiny_ranker) -> Artifact:
     return tiny_ranker("poly")
 
 
-def test_the_file_for_one_machine_starts(serve_run, model, tiny_pool):
-    """Paths are as seen from where it is started."""
+def test_the_file_for_one_machine_starts(local_ray, model, tiny_pool, tmp_path):
+    """By `serve run FILE`, on the Ray of this process; paths are as seen from where it is started."""
+    port, file, log = free_port(), tmp_path / "config.yaml", tmp_path / "log"
     values = {
         ".demo/rankers/poly": os.path.relpath(model.uri, ROOT),
         ".demo/pools/replies": os.path.relpath(tiny_pool(model), ROOT),
+        "port: 8000": f"port: {port}",
     }
-    run = serve_run("config.yaml", values)
-    require_ranking(rank(run.port), model)
-    require_one_access_log(run)
+    file.write_text(substituted((SERVE / "config.yaml").read_text(), values))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
 
+    def is_there() -> bool:
+        said = log.read_text()
+        assert process.poll() is None and "DEPLOY_FAILED" not in said, said
+        return is_ready(port)
 
-def require_one_access_log(run: ServeRun) -> None:
-    """A request has one line: polyrank's, which has the sender, and none of Serve's."""
-    log = run.file.with_suffix(".log")  # the terminal, which shows what replicas print
-    rank(run.port)  # its line comes after Serve's own of the request before, if Serve writes one
-    until(lambda: log.read_text().count(" POST /rank 200 ") == 2)
-    lines = [line for line in log.read_text().splitlines() if " POST /rank 200 " in line]
-    assert all("polyrank.serve.access: " in line for line in lines)
+    def accesses() -> list[str]:
+        return [line for line in log.read_text().splitlines() if " POST /rank 200 " in line]
+
+    try:
+        until(is_there)
+        require_ranking(rank(port), model)
+        rank(port)  # its line comes after Serve's own of the request before, if Serve writes one
+        until(lambda: len(accesses()) == 2)
+        assert all("polyrank.serve.access: " in line for line in accesses())  # each has one line
+    finally:
+        process.kill()
+        process.wait()
+        serve.shutdown()
 
 
 def haproxy_in(folder: str) -> dict[str, str]:
@@ -187,19 +147,6 @@ def haproxy_in(folder: str) -> dict[str, str]:
     return {f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in values.items()}
 
 
-@pytest.mark.long
-def test_haproxy_stands_before_the_service(serve_run, model, tiny_pool):
-    """Its own page of statistics counts the requests."""
-    values = {".demo/rankers/poly": model.uri, ".demo/pools/replies": tiny_pool(model)}
-    variables = {"RAY_SERVE_ENABLE_HA_PROXY": "1", **haproxy_in(serve_run.folder)}
-    run = serve_run("examples/haproxy.yaml", values, **variables)
-    require_ranking(rank(run.port), model)
-    statistics = variables["RAY_SERVE_HAPROXY_STATS_PORT"]
-    with urlopen(f"http://127.0.0.1:{statistics}/stats;csv") as page:
-        rows = list(csv.DictReader(page.read().decode().removeprefix("# ").splitlines()))
-    assert sum(int(row["stot"] or 0) for row in rows if row["svname"] == "BACKEND") > 0
-
-
 # A cluster
 
 
@@ -210,6 +157,8 @@ class Cluster:
     address: str
     port: int
     """Port of its service; Serve takes the one of the first file."""
+    statistics: int
+    """Port of HAProxy's page."""
     folder: Path
 
     def run(self, *command: str, **environment: str) -> None:
@@ -254,14 +203,13 @@ def cluster(s3: S3, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
     lines = [line for line in (ROOT / "ray.env").read_text().splitlines() if "=" in line]
     variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     folder, jobs_port = tmp_path_factory.mktemp("cluster"), free_port()
-    here = {
-        "POLYRANK_CACHE": str(folder / "cache"),
-        **haproxy_in(tempfile.mkdtemp(prefix="prh", dir="/tmp")),  # paths of sockets are short
-    }
+    haproxy = haproxy_in(tempfile.mkdtemp(prefix="prh", dir="/tmp"))  # paths of sockets are short
+    here = {"POLYRANK_CACHE": str(folder / "cache"), **haproxy}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         with head(jobs_port=jobs_port, cpus=8, resources={"serving": 2}, **{**variables, **here}):
-            yield Cluster(f"http://127.0.0.1:{jobs_port}", free_port(), folder)
+            statistics = int(haproxy["RAY_SERVE_HAPROXY_STATS_PORT"])
+            yield Cluster(f"http://127.0.0.1:{jobs_port}", free_port(), statistics, folder)
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +320,16 @@ def example(cluster, model, tiny_pool) -> Callable[..., None]:
         cluster.serve_deploy(cluster.write(f"{name}.yaml", text, {**paths, **values}))
 
     return deploy
+
+
+@pytest.mark.long
+def test_haproxy_stands_before_the_service(cluster, example, model):
+    """Its own page of statistics counts the requests."""
+    example("haproxy")
+    require_ranking(rank(cluster.port), model)
+    with urlopen(f"http://127.0.0.1:{cluster.statistics}/stats;csv") as page:
+        rows = list(csv.DictReader(page.read().decode().removeprefix("# ").splitlines()))
+    assert sum(int(row["stot"] or 0) for row in rows if row["svname"] == "BACKEND") > 0
 
 
 @pytest.mark.long
