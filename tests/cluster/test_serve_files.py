@@ -220,10 +220,7 @@ def lake(s3: S3, tracking_uri: str, model, tiny_pool) -> dict[str, object]:
     client.create_registered_model("dialogue")
     version = client.create_model_version("dialogue", model.uri).version
     client.set_registered_model_alias("dialogue", "champion", version)
-    return {
-        "http://mlflow:5000": tracking_uri,
-        "HASH,HASH": ",".join(map(hash_of, TOKENS)),
-    }
+    return {"http://mlflow:5000": tracking_uri, "HASH,HASH": ",".join(map(hash_of, TOKENS))}
 
 
 def require_two_replicas_with_tokens(cluster: Cluster, model: Artifact) -> None:
@@ -405,11 +402,7 @@ def test_tokens_change_without_a_restart(cluster, example, model, tmp_path):
     file.write_text(f"{hash_of(old)}\n")
     example("tokens", {"/etc/polyrank/tokens": file})
     (ranker,) = cluster.application("dialogue")["deployments"].values()
-    accepted = {
-        (old,): [200, 401],
-        (old, new): [200, 200],
-        (new,): [401, 200],
-    }
+    accepted = {(old,): [200, 401], (old, new): [200, 200], (new,): [401, 200]}
     for tokens, statuses in accepted.items():
         file.write_text("".join(f"{hash_of(token)}\n" for token in tokens))
         assert [rank(cluster.port, token)[0] for token in TOKENS] == statuses

@@ -79,10 +79,7 @@ def test_help_loads_no_job_and_no_slow_library():
 
 
 def test_messages_have_the_name_that_was_typed(polyrank):
-    for typed, name in (
-        ("/bin/polyrank", "polyrank"),
-        ("/jobs/__main__.py", "python -m jobs"),
-    ):
+    for typed, name in (("/bin/polyrank", "polyrank"), ("/jobs/__main__.py", "python -m jobs")):
         _, out, _ = polyrank("search", "--help", typed=typed)
         assert out.startswith(f"usage: {name} search ")
         code, _, error = polyrank("search", "--pol", "p", typed=typed)

@@ -26,11 +26,7 @@ from ray import serve
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
 from pipeline.engine import executors
-from tests.helpers import (
-    free_port,
-    job_command,
-    wait_until,
-)
+from tests.helpers import free_port, job_command, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -65,10 +65,7 @@ def test_a_build_that_earlier_code_has_planned_is_resumed(night, pools, monkeypa
 
 @pytest.mark.parametrize(
     ("names", "first"),
-    [
-        (("a.csv", "b.csv"), ("--embed.repeated-ids", "first")),
-        (("1/same.csv", "2/same.csv"), ()),
-    ],
+    [(("a.csv", "b.csv"), ("--embed.repeated-ids", "first")), (("1/same.csv", "2/same.csv"), ())],
 )
 def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
     run_job_here, pools, tiny_ranker, tmp_path, monkeypatch, names, first
