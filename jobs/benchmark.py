@@ -97,10 +97,8 @@ class Config:
         is_of_encoders = self.part == "paper" and self.table == "encoders"
         require(is_of_encoders or len(self.encoder) <= 1, "encoder", self.encoder,
                 "one, but for --table encoders")  # fmt: skip
-        names = {storage.name_of(uri) for uri in self.encoder}
-        require(
-            len(names) == len(self.encoder), "encoder", self.encoder, "folders of different names"
-        )
+        differ = len({storage.name_of(uri) for uri in self.encoder}) == len(self.encoder)
+        require(differ, "encoder", self.encoder, "folders of different names")
         require(self.part in _WITH_ONLY or not self.only, "only", self.only,
                 f"none, but for {', '.join(_WITH_ONLY)}")  # fmt: skip
         require(self.part in _TRAINING or not self.overrides, "part", self.part,

@@ -92,19 +92,17 @@ class Config:
 def run(config: Config) -> program.Summary:
     made_from = resolve_inputs(config.model, config.candidates, config.embed, config.redact)
     config = _with_text_column(config, made_from.files)
-    job = _named(config, made_from)
-    is_current = versions.current_name(config.pools, config.name) == job.version
+    version = f"v-{request_of(KIND, config, made_from.references)[:12]}"
+    job = _Job(made_from, version, storage.join(config.pools, config.name, version))
+    is_current = _current_name(config) == version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         # A job that was killed after it made this version may have left old ones, and its lock.
         with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
             _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, open_artifact(job.uri, KIND), True)
+    columns, context_column = config.embed.columns, config.embed.context_column
     candidates.require_columns(
-        job.made_from.files,
-        config.embed.columns,
-        config.reading,
-        config.embed,
-        config.embed.context_column,
+        made_from.files, columns, config.reading, config.embed, context_column
     )
     if config.gate.canaries:
         gate.read_canaries(config.gate.canaries)
@@ -124,12 +122,14 @@ def _remove_old(config: Config, unfinished: bool = True) -> None:
     )
     versions.remove_dead_plans(config.pools)
     for version in removal.removed:
-        print(f"pool {config.name}: removed {version}")
+        _say(config, f"removed {version}")
     for version, rows in removal.kept_larger:
-        print(
-            f"pool {config.name}: kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, "
-            f"and no version that stays has {1 - limit:.0%} of that; remove its folder if it may go"
-        )
+        _say(config, f"kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, and no "
+             f"version that stays has {1 - limit:.0%} of that; remove its folder if it may go")  # fmt: skip
+
+
+def _say(config: Config, text: str) -> None:
+    print(f"pool {config.name}: {text}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,6 @@ def _with_text_column(config: Config, files: list[str]) -> Config:
     return config
 
 
-def _named(config: Config, made_from: PoolInputs) -> _Job:
-    version = f"v-{request_of(KIND, config, made_from.references)[:12]}"
-    return _Job(made_from, version, storage.join(config.pools, config.name, version))
-
-
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     """(the version that is CURRENT afterwards, whether it existed before)
 
@@ -173,7 +168,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             _, refusal = _judge_changes(config, changes, out.rows("rows/"))
             if refusal:
                 raise Stopped(refusal)
-        _publish(config, job, _name_of_current(config, current))
+        _publish(config, job, current.name if current else _current_name(config))
         return out, True
     tracking.connect()  # refuses a server that is away before the work
     with cluster.session(for_tasks=True):
@@ -181,7 +176,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         if previous and _is_same(config, job, plan_record, previous):
             storage.delete(out.staging)
             return previous.artifact, True
-        compared = _name_of_current(config, previous)
+        compared = previous.name if previous else _current_name(config)
         shares, refusal = _judge_changes(config, plan_record.plan.changes, plan_record.plan.rows)
         if refusal:
             raise Stopped(refusal)
@@ -193,9 +188,8 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     return pool, False
 
 
-def _name_of_current(config: Config, current: Version | None) -> str:
-    """`current`: what `open_current` has returned."""
-    return current.name if current else versions.current_name(config.pools, config.name)
+def _current_name(config: Config) -> str:
+    return versions.current_name(config.pools, config.name)
 
 
 def _publish(config: Config, job: _Job, compared: str) -> None:
@@ -229,7 +223,7 @@ def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
 
 def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
     """(how much of CURRENT a version of so many rows leaves, why the gate refuses that)"""
-    current = versions.current_name(config.pools, config.name)
+    current = _current_name(config)
     rows_before = versions.rows_of(config.pools, config.name, current) if current else 0
     shares = gate.shares_of(changes, rows, rows_before)
     return shares, gate.refusal(config.gate, shares, current, rows_before)
@@ -241,48 +235,36 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
-    if previous is not None and previous.precision != precision:
-        print(f"pool {config.name}: computed in {precision}, the version before in "
-              f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
-    if previous is not None and previous.model_fingerprint != job.made_from.model.fingerprint:
-        print(f"pool {config.name}: {previous.name} is of another model, {previous.model_fingerprint}; a "
-              "service with that model goes on with it", flush=True)  # fmt: skip
+    if previous and previous.precision != precision:
+        before = f"the version before in {previous.precision}"
+        _say(config, f"computed in {precision}, {before}: nothing is copied from it")
+    if previous and previous.model_fingerprint != job.made_from.model.fingerprint:
+        other = f"{previous.name} is of another model, {previous.model_fingerprint}"
+        _say(config, f"{other}; a service with that model goes on with it")
     # It is not CURRENT if that is pinned, and so grows old, or if this model is not promoted yet.
     source = previous and versions.newest_with_vectors_of(
         config.pools, config.name, job.made_from.model, config, precision
     )
     if not config.redact:
         print(NOT_REDACTED, file=sys.stderr, flush=True)
+    privacy = Privacy(redact=config.redact, authors="hash", salt="")
     plan_record = embed.prepare(
-        out,
-        job.made_from.files,
-        config.embed,
-        config.gate,
-        config.reading,
-        previous,
-        source,
-        precision,
-        Privacy(redact=config.redact, authors="hash", salt=""),
-    )
-    plan = plan_record.plan
-    rows = rows_to_embed(plan_record)
+        out, job.made_from.files, config.embed, config.gate, config.reading, previous, source,
+        precision, privacy,
+    )  # fmt: skip
+    plan, rows = plan_record.plan, rows_to_embed(plan_record)
     if plan_record.source:
         name = storage.name_of(plan_record.source)
-        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {name}")
+        _say(config, f"{plan.salvaged:,} texts are copied from {name}")
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
         estimate = f"about {minutes:.1f} minutes"
-    if previous is not None and previous.filter_columns != config.embed.filter_columns:
+    if previous and previous.filter_columns != config.embed.filter_columns:
         columns_before = ", ".join(previous.filter_columns) or "none"
-        print(
-            f"pool {config.name}: filter columns before: {columns_before}; so texts alone are compared"
-        )
+        _say(config, f"filter columns before: {columns_before}; so texts alone are compared")
     changes = ", ".join(f"{count:,} {kind}" for kind, count in asdict(plan.changes).items())
-    print(
-        f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({estimate})",
-        flush=True,
-    )
+    _say(config, f"{changes}; to embed {rows:,} of {plan.rows:,} ({estimate})")
     return plan_record, previous
 
 
@@ -322,46 +304,34 @@ def _embed(
     run_id: str,
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
+    model, plan = job.made_from.model, plan_record.plan
     records = embed.embed(
-        out,
-        plan_record,
-        job.made_from.model,
-        config.embed,
-        config.gate,
-        config.reading,
-        config.resources,
+        out, plan_record, model, config.embed, config.gate, config.reading, config.resources
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
-        print(f"pool {config.name}: {note}", flush=True)
+        _say(config, note)
     truncated = sum((record.truncated for record in records), Truncated())
-    if line := truncated.line(
-        "sampled candidates", read_settings(job.made_from.model.uri).max_candidate_tokens
-    ):
-        print(f"pool {config.name}: {line}", flush=True)
-    names = [name for name, r in zip(plan_record.plan.shards, records, strict=True) if r.check]
+    most_tokens = read_settings(model.uri).max_candidate_tokens
+    if line := truncated.line("sampled candidates", most_tokens):
+        _say(config, line)
+    names = [name for name, record in zip(plan.shards, records, strict=True) if record.check]
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
-    plan = plan_record.plan
     kind = f"{job.made_from.architecture}, {dimensions} dimensions"
     if not plan_record.canary_file:  # near texts are not the same ones to two models
-        kind += f", {job.made_from.model.fingerprint}"
+        kind += f", {model.fingerprint}"
+    answers = gate.read_answers(out, names, plan_record.asked.name)
     try:
         gate_report, canary_answers = gate.check(
-            config.gate,
-            checks,
-            gate.read_answers(out, names, plan_record.asked.name),
-            kind,
-            plan_record.canaries,
-            plan_record.canaries_before,
-            plan.present,
-            shares,
-        )
+            config.gate, checks, answers, kind, plan_record.canaries, plan_record.canaries_before,
+            plan.present, shares,
+        )  # fmt: skip
     except Stopped as refusal:
         # The same command finds its shards finished, and would be refused for ever.
         raise Stopped(
             f"{refusal}. Its shards stay in {out.staging}; remove this folder to embed them anew"
         ) from None
-    print(f"pool {config.name}: {gate.passed_line(gate_report)}", flush=True)
+    _say(config, gate.passed_line(gate_report))
     began = time.perf_counter()
     entries, statistics = build.index(out, names, dimensions, config.embed.neighbours)
     indexing = time.perf_counter() - began
@@ -370,16 +340,14 @@ def _embed(
     rate = _rate(previous)
     if rows >= _MEASURED_ROWS or not rate:
         rate = rows / max(actor_seconds, 1e-3)
-    start, end = (
-        min(record.started for record in records),
-        max(record.ended for record in records),
-    )
+    started = min(record.started for record in records)
+    seconds = max(record.ended for record in records) - started + indexing
     embedding_facts = {
         "rows": rows,
         "actor_seconds": actor_seconds,
         "rate": round(rate, 1),
         "plan_seconds": plan_record.seconds,
-        "seconds": round(end - start + indexing, 3),
+        "seconds": round(seconds, 3),
     }
     all_records: list[TaskRecord] = [plan_record, *records]
     lock.check()
@@ -415,7 +383,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     is_same = previous is not None and _is_same(config, job, plan_record, previous)
     _, refusal = _judge_changes(config, plan.changes, plan.rows)
     if refusal:
-        print(f"pool {config.name}: would be refused: {refusal}")
+        _say(config, f"would be refused: {refusal}")
     details = {
         "pool": storage.join(config.pools, config.name),
         "version": previous.name if previous and is_same else job.version,

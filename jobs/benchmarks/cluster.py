@@ -8,6 +8,7 @@ on this machine.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -51,9 +52,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     model."""
     rows, size, dumps = [measure_store(config, work)], config.size, work / "dumps"
     shutil.rmtree(dumps, ignore_errors=True)
-    run_job(
-        "generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps
-    )
+    made = ("--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps)
+    run_job("generate_dump", *made)
 
     def prepare(output: str) -> None:
         run_stage("Examples on nodes", "prepare_corpus", "--format", "reddit", "--input", str(dumps),
@@ -93,14 +93,14 @@ def _speedup(
             began = time.perf_counter()
             job(str(output))
             seconds[nodes] = time.perf_counter() - began
+    one, four = seconds.values()
+    waits = f"{waiting:.0f} s and {waiting / _NODES:.0f} s are waits"
     note = (
-        f"{seconds[1]:.0f} s on one node and {seconds[_NODES]:.0f} s on four, of which {waiting:.0f} s and "
-        f"{waiting / _NODES:.0f} s are waits. Nodes of this machine, with {cores} logical cores each."
+        f"{one:.0f} s on one node and {four:.0f} s on four, of which {waits}. Nodes of this machine, with "
+        f"{cores} logical cores each."
     )
-    return BenchmarkRow(
-        f"cluster.{name}.speedup_{_NODES}_nodes", seconds[1] / seconds[_NODES],
-        "times as fast on 4 nodes", detail={"note": note},
-    )  # fmt: skip
+    row, unit = f"cluster.{name}.speedup_{_NODES}_nodes", "times as fast on 4 nodes"
+    return BenchmarkRow(row, one / four, unit, detail={"note": note})
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
     are the same on both."""
     if not (find_spec("moto") and find_spec("boto3")):
         raise BadInput("the packages moto and boto3 are not installed: pip install -e '.[bench]'")
-    comments, rounds, fingerprints = _COMMENTS_OF_PATH[config.size], iter(range(99)), set[str]()
+    comments, rounds, fingerprints = _COMMENTS_OF_PATH[config.size], itertools.count(), set[str]()
 
     def seconds(base: str) -> float:
         SECONDS.clear()
@@ -182,10 +182,8 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
         local, store = map(median, take_turns(ways, _ROUNDS[config.size]).values())
     if len(fingerprints) != 1:
         raise BadInput("object store: the artifacts over it are not those of local files")
-    note = (
-        f"{comments:,} comments: {store:.0f} s over {local:.0f} s, mostly the start of jobs. "
-        f"{1e3 * _DELAY_S:.0f} ms of delay."
-    )
+    times = f"{store:.0f} s over {local:.0f} s, mostly the start of jobs"
+    note = f"{comments:,} comments: {times}. {1e3 * _DELAY_S:.0f} ms of delay."
     name, unit = "cluster.s3.time_over_local", "of the time over local files"
     return BenchmarkRow(name, store / local, unit, detail={"note": note})
 
@@ -204,12 +202,12 @@ def _path(dump: str, out: str) -> str:
         "embed_pool": "--model OUT/ranker --candidates OUT/corpus/train --embed.text-column response "
         "--embed.id-column example_id --pools OUT/pools --name replies",
     }
-    made = [
-        run_stage(verb, verb, *(word.replace("DUMP", dump).replace("OUT", out).replace("RECIPE", str(_RECIPE))
-                                for word in options.split()))
-        for verb, options in stages.items()
-    ]  # fmt: skip
-    return " ".join(str(summary["fingerprint"]) for summary in made[:2])
+    made = []
+    for verb, options in stages.items():
+        for name, value in (("DUMP", dump), ("OUT", out), ("RECIPE", str(_RECIPE))):
+            options = options.replace(name, value)
+        made.append(run_stage(verb, verb, *options.split())["fingerprint"])
+    return " ".join(map(str, made[:2]))
 
 
 @contextmanager

@@ -44,15 +44,13 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     size, corpus = config.size, open_artifact(config.corpus[0], "corpus")
     model = open_artifact(config.model, "ranker") if config.model else None
     peer = minilm_folder()  # refuses before anything is learnt
-    texts = known_texts(corpus, _TEXTS[size])
-    folder = work / "convert"
-    rows = [_model_of_papers_size(corpus, _LEARNT_FROM[size], folder)]
+    texts, folder = known_texts(corpus, _TEXTS[size]), work / "convert"
+    saved = _model_of_papers_size(corpus, _LEARNT_FROM[size], folder)
     ours = load_ranker(folder / "model")
-    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), *rows]
+    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), saved]
     rows += _rates_in_8_bits(ours, folder, texts, _ROUNDS[size])
-    if model is not None:
-        split = "test" if corpus.rows("test/") else "valid"
-        rule = PROTOCOLS["polyai"]
+    if model:
+        split, rule = "test" if corpus.rows("test/") else "valid", PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
         rows += _points(corpus, model, questions(corpus, split, *draw))
     return rows
@@ -86,14 +84,13 @@ def _rates(
     ways = {name: functools.partial(encode, texts) for name, encode in encoders.items()}
     ours, theirs = in_turn(ways, rounds).values()
     ways_alone = {
-        (text, name): functools.partial(encode, [text])
+        (name, text): functools.partial(encode, [text])
         for text in texts[:alone_count]
         for name, encode in encoders.items()
     }
-    seconds_alone = in_turn(ways_alone, 1)
+    alone = in_turn(ways_alone, 1)
     ours_ms, theirs_ms = (
-        1e3 * median(times[0] for (_, name), times in seconds_alone.items() if name == side)
-        for side in encoders
+        1e3 * median(alone[name, text][0] for text in texts[:alone_count]) for name in encoders
     )
     tokens = fmean(len(row) for row in ranker.candidate_rows(texts))
     note = f"{len(texts):,} texts of {tokens:.0f} tokens in the mean."
@@ -164,7 +161,9 @@ def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> list[
     note = f"ConveRT {ours:.1f}, TF-IDF {tf_idf:.1f}, BM25 {bm25:.1f}; {count}."
     lost = f"{float32:.2f} in float32, {int8:.2f} with blocks of 8 bits, of {count}."
     return [
-        BenchmarkRow("convert.reddit_1_of_100.points_over_bm25", ours - max(bm25, tf_idf),
-                     "points of R@1", detail={"note": note}),
-        BenchmarkRow("convert.int8.points_lost", float32 - int8, "points of R@1", detail={"note": lost}),
-    ]  # fmt: skip
+        BenchmarkRow(f"convert.{name}", points, "points of R@1", detail={"note": note})
+        for name, points, note in (
+            ("reddit_1_of_100.points_over_bm25", ours - max(bm25, tf_idf), note),
+            ("int8.points_lost", float32 - int8, lost),
+        )
+    ]

@@ -34,9 +34,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
         runs[comments] = run_job("prepare_corpus", "--format", "reddit", "--input", dumps[comments],
                                  "--output", corpus)  # fmt: skip
     (fewer, first), (most, last) = runs.items()
-    memory = (
-        f"From {fewer:,} to {most:,} comments: {first.peak_mib:,.0f} and {last.peak_mib:,.0f} MiB."
-    )
+    peaks = f"{first.peak_mib:,.0f} and {last.peak_mib:,.0f} MiB"
+    memory = f"From {fewer:,} to {most:,} comments: {peaks}."
     return [
         _rate(dumps[most], runs),
         BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", last.peak_mib / first.peak_mib,
@@ -80,9 +79,8 @@ def _reader(corpus: Path) -> BenchmarkRow:
             epoch.read(start, min(start + window, len(rows)))
 
     def theirs() -> None:
-        for _ in arrow_dataset.dataset(corpus / "train").to_batches(
-            columns=list(columns), batch_size=window
-        ):
+        dataset = arrow_dataset.dataset(corpus / "train")
+        for _ in dataset.to_batches(columns=list(columns), batch_size=window):
             pass
 
     seconds = in_turn({"ours": ours, "theirs": theirs}, 5)

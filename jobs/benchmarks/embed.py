@@ -112,22 +112,17 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
     peak, cost = _peak_flops(), operations(texts, model) / len(texts)
     rate = max(our_rates)
     share = rate * cost / peak
-    note = f"{len(texts):,} articles"
-    if len(texts) < _ENOUGH_ARTICLES:  # which take as long as the start of processes
-        note += ": the figure is the start of processes more than the rate"
-    detail = {"note": f"{note}."}
+    few = ": the figure is the start of processes more than the rate"
+    note = f"{len(texts):,} articles{few if len(texts) < _ENOUGH_ARTICLES else ''}."
     unit = "of the machine's rate of bf16 products"
-    return [
-        BenchmarkRow("embed.share_of_bf16_peak", share, unit, detail=detail),
-        *(
-            BenchmarkRow(
-                f"embed.vs_sentence_transformers_{name}", rate, "articles/s", peer=max(peer_rates),
-                ratio=median(a / b for a, b in zip(our_rates, peer_rates, strict=True)),
-                floor=peak / cost, share_of_floor=share, detail=detail,
-            )
-            for name, peer_rates in rates.items()
-        ),
-    ]  # fmt: skip
+    rows = [BenchmarkRow("embed.share_of_bf16_peak", share, unit, detail={"note": note})]
+    for name, peer_rates in rates.items():
+        ratio = median(a / b for a, b in zip(our_rates, peer_rates, strict=True))
+        rows.append(BenchmarkRow.beside(
+            f"embed.vs_sentence_transformers_{name}", rate, max(peer_rates), "articles/s", note,
+            ratio=ratio, floor=peak / cost, share_of_floor=share,
+        ))  # fmt: skip
+    return rows
 
 
 def _peak_flops() -> float:
@@ -155,10 +150,8 @@ def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     whole, nothing, one_percent = (
         embed(model, table, pools, "passages").seconds for table in (passages, passages, changed)
     )
-    note = (
-        f"{whole:.0f} s for all {len(passages):,} passages, {one_percent:.1f} s with 1 % changed, "
-        f"{nothing:.1f} s with nothing changed."
-    )
+    changes = f"{one_percent:.1f} s with 1 % changed, {nothing:.1f} s with nothing changed"
+    note = f"{whole:.0f} s for all {len(passages):,} passages, {changes}."
     name, unit = "pool.reembed_1_percent.time_share", "share of a whole run's time"
     return BenchmarkRow(name, one_percent / whole, unit, detail={"note": note})
 
@@ -205,9 +198,8 @@ def _beside_engines(
 @contextmanager
 def _peer(command: Sequence[str]) -> Iterator[Callable[[], None]]:
     """One pass of a peer that runs beside this process, and sleeps between its passes."""
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin and process.stdout
         stdin, stdout = process.stdin, process.stdout
         try:
@@ -233,10 +225,12 @@ def _articles(data: Path) -> Table:
     folders = [data / "wikipedia" / name for name in ("extracted_featured", "extracted_good")]
     files = sorted(str(file) for folder in folders for file in folder.glob("**/wiki_*"))
     require(bool(files), "data", str(data), "a folder with wikipedia/extracted_good/**/wiki_*")
-    articles = (
-        a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), ParseReport())
-    )
-    return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
+    return {
+        article.id: "\n".join(article.paragraphs)
+        for file in files
+        for article in wikipedia_extracted.articles(file, raw.Reading(), ParseReport())
+        if article.paragraphs
+    }
 
 
 def _replies(data: Path) -> list[str]:

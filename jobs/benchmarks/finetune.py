@@ -53,21 +53,18 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     for name in only:
         require(name in get_args(Precision), "only", name, ", ".join(get_args(Precision)))
     if find_spec("sentence_transformers") is None:
-        raise BadInput(
-            "finetune: needs the package sentence-transformers; pip install -e '.[bench]'"
-        )
+        raise BadInput("finetune: needs sentence-transformers; pip install -e '.[bench]'")
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
-    about = (
-        f"{_STEPS[size]} steps, the first ones included." if _STEPS[size] else "A whole training."
-    )
+    steps = _STEPS[size]
+    about = f"{steps} steps, the first ones included." if steps else "A whole training."
     encoder = open_encoder(config.encoder[0])[0].local()
     corpus = open_artifact(config.corpus[0], "corpus")
     rows, precisions = list[BenchmarkRow](), [name for name in get_args(Precision) if name in only]
     for precision in precisions:
         settings, ours = train_ours("bi", corpus, encoder, work / precision / "ours", (
             "--loop.precision", precision, "--ranker.share-towers", "true",
-            "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", _STEPS[size],
+            "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", steps,
             *config.overrides,
         ))  # fmt: skip
         theirs = _train_theirs(encoder, _pairs(corpus), settings, work / precision / "theirs")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +50,6 @@ from pipeline.training.settings import LoopConfig
 Device = Literal["cuda", "cpu"]
 Part = Literal["search", "pretrain", "finetune", "embed"]
 
-_LENGTHS = (128, 512)
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
 _TOP_K = 10
@@ -106,9 +105,10 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     device, scale, rows = torch.device(config.device), SCALES[config.device], list[BenchmarkRow]()
     parts: list[tuple[Part, Callable[[], list[BenchmarkRow]]]] = [
         ("search", lambda: measure_search(device, scale)),
-        *(("pretrain", functools.partial(_utilisation, length, device, scale)) for length in _LENGTHS),
+        ("pretrain", lambda: [measure_utilisation(128, device, scale)]),
+        ("pretrain", lambda: [measure_utilisation(512, device, scale)]),
         ("pretrain", lambda: [measure_packing(device, scale)]),
-    ]  # fmt: skip
+    ]
     if config.encoder and config.corpus:
         parts += [
             ("finetune", lambda: measure_finetuning(config, work)),
@@ -142,32 +142,28 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
     inputs = {"one": questions[:1], "16": questions, "bi": questions[:1, :1]}
     for name, vectors in inputs.items():
         ways[name] = functools.partial(top_rows, pool, vectors.numpy(), _TOP_K)
-        ways[f"{name}, plain torch"] = functools.partial(_copy_and_plain_top, matrix_ND, vectors)
+        ways[f"{name}, plain torch"] = functools.partial(plain_top, matrix_ND, vectors)
     ms = {name: 1e3 * median(times) for name, times in in_turn(ways, scale.rounds).items()}
-    # The names are those of a GPU's scale.
     about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
     by = "Triton" if any(device_scores._agreement.values()) else "plain torch"
     detail = {"note": f"{about}, by {by} on {device.type}."}
     flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
-    share, plain_share = (
-        flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch")
-    )
+    shares = [flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch")]
     peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {detail['note']}"
+
+    def over_read(row: str, name: str, **more: Any) -> BenchmarkRow:
+        plain, read = ms[f"{name}, plain torch"], ms["read"]
+        return BenchmarkRow(row, ms[name] / read, "reads of the matrix", plain / read, plain / ms[name],
+                            detail=detail, **more)  # fmt: skip
+
+    # The names are those of a GPU's scale.
+    name = "gpu.search.16_contexts_share_of_peak"
     return [
-        BenchmarkRow(
-            "gpu.search.10m_time_over_read_floor", ms["one"] / ms["read"], "reads of the matrix",
-            peer=ms["one, plain torch"] / ms["read"], ratio=ms["one, plain torch"] / ms["one"],
-            floor=1.0, share_of_floor=ms["read"] / ms["one"],
-            detail=detail,
-        ),
-        BenchmarkRow.beside("gpu.search.16_contexts_share_of_peak", share, plain_share, "of the peak of bf16",
-                            peak_note, floor=1.0),
-        BenchmarkRow(
-            "gpu.search.10m_bi_time_over_read_floor", ms["bi"] / ms["read"], "reads of the matrix",
-            peer=ms["bi, plain torch"] / ms["read"], ratio=ms["bi, plain torch"] / ms["bi"],
-            detail=detail,
-        ),
+        over_read("gpu.search.10m_time_over_read_floor", "one", floor=1.0,
+                  share_of_floor=ms["read"] / ms["one"]),
+        BenchmarkRow.beside(name, *shares, "of the peak of bf16", peak_note, floor=1.0),
+        over_read("gpu.search.10m_bi_time_over_read_floor", "bi"),
     ]  # fmt: skip
 
 
@@ -203,15 +199,11 @@ def directions(count: int, dimensions: int, device: torch.device, seed: int) -> 
     return _LENGTH * torch.nn.functional.normalize(rows_ND)
 
 
-def _copy_and_plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
-    return plain_top(matrix_ND, vectors_QMD.to(matrix_ND.device))
-
-
 def _require_same_scores(pool: Pool, questions: Tensor) -> None:
     """Raises RuntimeError for an answer that is not certified, or not near that of plain torch."""
     answer = top_rows(pool, questions.numpy(), _TOP_K)
     assert pool.on_device is not None
-    expected_QK = _copy_and_plain_top(pool.on_device.matrix_ND, questions).cpu()
+    expected_QK = plain_top(pool.on_device.matrix_ND, questions).cpu()
     is_near = np.allclose(answer.scores, expected_QK, rtol=0.05, atol=0.05 * _LENGTH)
     if not (is_near and answer.certified.all()):
         raise RuntimeError("the search's scores are not those of plain torch")
@@ -220,7 +212,7 @@ def _require_same_scores(pool: Pool, questions: Tensor) -> None:
 def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
     """[Q, K]: the highest scores, as one would write it: chunks of bfloat16 products, softmax, sum, topk."""
     queries, count, dimensions = vectors_QMD.shape
-    vectors_DC = vectors_QMD.reshape(-1, dimensions).to(matrix_ND.dtype).T.contiguous()
+    vectors_DC = vectors_QMD.to(matrix_ND).reshape(-1, dimensions).T.contiguous()
     best_QK = torch.full((queries, _TOP_K), -torch.inf, device=matrix_ND.device)
     for rows_ND in torch.split(matrix_ND, _CHUNK):
         logits_NQM = (rows_ND @ vectors_DC).view(-1, queries, count)
@@ -231,10 +223,6 @@ def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------
 # Training
-
-
-def _utilisation(length: int, device: torch.device, scale: Scale) -> list[BenchmarkRow]:
-    return [measure_utilisation(length, device, scale)]
 
 
 def measure_utilisation(length: int, device: torch.device, scale: Scale) -> BenchmarkRow:
@@ -248,10 +236,8 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
         name = f"{'compiled' if compiled else 'eager'}, {tokens:,} tokens"
         lengths = (length,) * max(1, tokens // length)
         try:
-            rates[name] = {
-                **training_rate(lengths, device, scale, compiled),
-                "micro_batch_tokens": tokens,
-            }
+            rate = training_rate(lengths, device, scale, compiled)
+            rates[name] = {**rate, "micro_batch_tokens": tokens}
         except RuntimeError as problem:  # it does not fit, or cannot be compiled here
             failures[name] = f"failed: {problem}"
         torch.cuda.empty_cache()
@@ -277,11 +263,9 @@ def measure_packing(device: torch.device, scale: Scale) -> BenchmarkRow:
     count = max(4, scale.micro_batch_tokens[0] // 256)
     lengths = tuple(torch.randint(8, scale.shape.positions + 1, (count,), generator=draw).tolist())
     plain = replace(scale, shape=replace(scale.shape, dropout=0.0))
-    packed, padded = (
-        training_rate(lengths, device, plain, packs=packs)["mfu"] for packs in (True, False)
-    )
+    mfus = [training_rate(lengths, device, plain, packs=packs)["mfu"] for packs in (True, False)]
     note = f"{count} texts of 8 to {scale.shape.positions} tokens, on {device.type}."
-    return BenchmarkRow.beside("gpu.pretrain.packed_over_padded", packed, padded, "MFU", note)
+    return BenchmarkRow.beside("gpu.pretrain.packed_over_padded", *mfus, "MFU", note)
 
 
 def training_rate(
@@ -364,14 +348,10 @@ def measure_embedding(config: Config, work: Path, scale: Scale) -> list[Benchmar
     peer.max_seq_length = _EMBEDDED_TOKENS
     turns = read_texts([open_artifact(config.corpus[0], "corpus")], scale.texts)
     for ending, together in (("_short", 1), ("", _TURNS_OF_A_LONG_TEXT)):
-        joined = [
-            " ".join(turns[start : start + together]) for start in range(0, len(turns), together)
-        ]
+        joined = [" ".join(turns[at : at + together]) for at in range(0, len(turns), together)]
         # With a number each, as what is alike is embedded once.
-        table = {
-            str(number): f"{number} {text}"
-            for number, text in zip(range(scale.texts // together), itertools.cycle(joined))
-        }
+        numbered = zip(range(scale.texts // together), itertools.cycle(joined))
+        table = {str(number): f"{number} {text}" for number, text in numbered}
         on_device = ("--resources.gpu", "true") if device.type == "cuda" else ()
         with busy_shares(device) as shares:
             embed(str(model), table, work / "pools", f"texts{ending}", *on_device)
@@ -391,10 +371,8 @@ def measure_embedding(config: Config, work: Path, scale: Scale) -> list[Benchmar
         ))  # fmt: skip
         # From the first moment with work to the last: a job starts processes, and plans.
         share = mean(shares[busy[0] : busy[-1] + 1]) / 100 if busy else None
-        detail = {"note": note}
-        rows.append(
-            BenchmarkRow(f"gpu.embed.busy_share{ending}", share, "of the time", detail=detail)
-        )
+        name, detail = f"gpu.embed.busy_share{ending}", {"note": note}
+        rows.append(BenchmarkRow(name, share, "of the time", detail=detail))
     return rows
 
 

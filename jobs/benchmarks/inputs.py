@@ -46,18 +46,8 @@ def embed(model: str, texts: Mapping[str, str], pools: Path, name: str, *options
     with file.open("w", encoding="utf-8") as stream:
         for id, text in texts.items():
             stream.write(json.dumps({"id": id, "text": text}) + "\n")
-    return run_job(
-        "embed_pool",
-        "--model",
-        model,
-        "--candidates",
-        file,
-        "--pools",
-        pools,
-        "--name",
-        name,
-        *options,
-    )
+    place = ("--candidates", file, "--pools", pools, "--name", name)
+    return run_job("embed_pool", "--model", model, *place, *options)
 
 
 def operations(texts: Sequence[str], model: str) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ _UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
 
 
 Number = Literal[4, "distill", "encoders"]
+Outcomes = Mapping[str, "Outcome | str"]
+"""By the label of a job; for a failed job the reason."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,6 @@ class Table:
     """Names of trials: does the first find more right ones than the second?"""
 
 
-def _percent(convai2: float, dstc7: float, ubuntu: float, **more: float) -> dict[str, float]:
-    return {"convai2": convai2, "dstc7": dstc7, "ubuntu": ubuntu, **more}
-
-
 def _poly(m: int) -> dict[str, Any]:
     return {"ranker.m": m}
 
@@ -101,25 +100,22 @@ def of_encoders(uris: Sequence[str]) -> Table:
     """A bi- and a cross-encoder from each encoder, named after its folder, to compare with the first."""
     names = {storage.name_of(uri): uri for uri in uris}
     first, *other_names = names
+    trials, pairs = list[Trial](), list[tuple[str, str]]()
     kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
-    return Table(
-        tuple(
-            Trial(f"{kind}-{name}", kind, {"encoder": uri})
-            for kind in kinds
-            for name, uri in names.items()
-        ),
-        tuple((f"{kind}-{other}", f"{kind}-{first}") for kind in kinds for other in other_names),
-    )
+    for kind in kinds:
+        trials += (Trial(f"{kind}-{n}", kind, {"encoder": uri}) for n, uri in names.items())
+        pairs += ((f"{kind}-{other}", f"{kind}-{first}") for other in other_names)
+    return Table(tuple(trials), tuple(pairs))
 
 
 TABLES: dict[Number, Table] = {
     4: Table(
-        (Trial("bi", "bi", {}, _percent(81.7, 66.8, 80.6, wikipedia=71.0)),
-         Trial("poly-16", "poly", _poly(16), _percent(83.2, 67.8, 81.2, wikipedia=71.5)),
-         Trial("poly-64", "poly", _poly(64), _percent(83.7, 67.0, 81.3, wikipedia=71.3)),
-         Trial("poly-360", "poly", _poly(360), _percent(83.7, 68.9, 80.9, wikipedia=71.8)),
+        (Trial("bi", "bi", {}, dict(convai2=81.7, dstc7=66.8, ubuntu=80.6, wikipedia=71.0)),
+         Trial("poly-16", "poly", _poly(16), dict(convai2=83.2, dstc7=67.8, ubuntu=81.2, wikipedia=71.5)),
+         Trial("poly-64", "poly", _poly(64), dict(convai2=83.7, dstc7=67.0, ubuntu=81.3, wikipedia=71.3)),
+         Trial("poly-360", "poly", _poly(360), dict(convai2=83.7, dstc7=68.9, ubuntu=80.9, wikipedia=71.8)),
          # 10,001 pairs for each question: the paper has none there either.
-         Trial("cross", "cross", {}, _percent(84.8, 67.4, 82.8), ("wikipedia",))),
+         Trial("cross", "cross", {}, dict(convai2=84.8, dstc7=67.4, ubuntu=82.8), ("wikipedia",))),
         pairs=(("poly-64", "bi"), ("cross", "poly-64")),
     ),
     "distill": Table(
@@ -159,18 +155,13 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
 
 
 def rows(
-    name: str,
-    about: str,
-    table: Table,
-    jobs: Sequence[Job],
-    outcome_of_label: Mapping[str, Outcome | str],
+    name: str, about: str, table: Table, jobs: Sequence[Job], outcome_of_label: Outcomes
 ) -> list[BenchmarkRow]:
     """One for each task and trial over its seeds, and one for each of the table's comparisons."""
-    jobs_of_row: dict[tuple[str, str], list[Job]] = {}
+    jobs_of_row = defaultdict[tuple[str, str], list[Job]](list)
     for job in jobs:
-        jobs_of_row.setdefault((job.task, job.trial.name), []).append(job)
-    result_rows = []
-    hits_of_row: dict[tuple[str, str], Floats] = {}
+        jobs_of_row[job.task, job.trial.name].append(job)
+    result_rows, hits_of_row = list[BenchmarkRow](), dict[tuple[str, str], Floats]()
     for (task, trial_name), row_jobs in jobs_of_row.items():
         results = [outcome_of_label[job.label] for job in row_jobs]
         outcomes = [result for result in results if isinstance(result, Outcome)]
@@ -183,15 +174,13 @@ def rows(
         hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
         hits_of_row[task, trial_name] = hits_N = hits_SN.mean(axis=0)
         low, high = significance.mean_interval(hits_N)
-        by_seed = hits_SN.mean(axis=1)
-        plus_minus = (
-            f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; " if len(by_seed) > 1 else ""
-        )
-        note = f"{plus_minus}95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}; {about}."
+        by_seed, several = hits_SN.mean(axis=1), ""
+        if len(by_seed) > 1:
+            several = f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; "
+        note = f"{several}95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}; {about}."
         detail |= {"seeds": by_seed.tolist(), "note": note}
-        result_rows.append(
-            BenchmarkRow(row, float(hits_SN.mean()), outcomes[0].metric, peer, detail=detail)
-        )
+        mean, metric = float(hits_SN.mean()), outcomes[0].metric
+        result_rows.append(BenchmarkRow(row, mean, metric, peer, detail=detail))
     return [*result_rows, *_comparisons(name, table, hits_of_row)]
 
 
@@ -216,9 +205,8 @@ def _corpus_of_task(uris: Sequence[str]) -> dict[str, Artifact]:
         corpus = open_artifact(uri, "corpus")
         task = task_of(corpus)
         if task in corpus_of_task:
-            raise BadInput(
-                f"--corpus {uri}: {task}, as {corpus_of_task[task].uri}; allowed: one of each"
-            )
+            other = corpus_of_task[task].uri
+            raise BadInput(f"--corpus {uri}: {task}, as {other}; allowed: one of each")
         corpus_of_task[task] = corpus
     return corpus_of_task
 
@@ -317,19 +305,17 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -
     train = parse(finetune.Config, arguments, "jobs.finetune", allow_unread=True)
     _, encoder = _open_encoder(train.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
-    folder = storage.join(
-        storage.absolute(config.work), "trials", f"{task}-{trial.architecture}-{request}"
-    )
+    name = f"{task}-{trial.architecture}-{request}"
+    folder = storage.join(storage.absolute(config.work), "trials", name)
     train = replace(train, output=storage.join(folder, "ranker"))
     evaluation = evaluate.Config(
-        model=(train.output,), corpus=corpus.uri, split=config.split,
-        protocol=protocol(task),
+        model=(train.output,), corpus=corpus.uri, split=config.split, protocol=protocol(task),
         max_examples=config.max_examples, latency_queries=0,
     )  # fmt: skip
-    evaluation_request = request_of(
+    asked = request_of(
         "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
     )
-    file = storage.join(folder, f"evaluation-{evaluation_request}.json")
+    file = storage.join(folder, f"evaluation-{asked}.json")
     return Job(trial, task, seed, train, evaluation, file)
 
 

@@ -51,10 +51,9 @@ _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
 _STEPS, _STEPS_BESIDE_TRAINER = 40, 16  # the Trainer takes twice the time and more
 _ROUNDS = {"small": 1, "full": 3}
-_INTERVAL = 4  # steps of a rate, some 6 s
-# The first half of each run is left out: until a process has touched all the memory that its longest
-# batches need (2 GB, 15 to 20 steps), its pages are mapped and zeroed.
-_LEFT_OUT = 0.5
+# Steps of a rate, some 6 s. The first half of each run is left out: until a process has touched all the
+# memory that its longest batches need (2 GB, 15 to 20 steps), its pages are mapped and zeroed.
+_INTERVAL = 4
 # BERT's has 65,536: two workers exchange gradients eight times as often here.
 _STEP_TOKENS = 8_192
 _MICRO_BATCHES = 4  # of a step: two workers have two each, and four one
@@ -102,10 +101,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
         ours, peer, data_waits = (list(chain(*rates)) for rates in zip(*rounds, strict=True))
         waits = waits or data_waits
         arm = arms[name][0]
-        note = (
-            f"{layers} layers of {width}, {arm.precision}; {len(rounds)} rounds of "
-            f"{arm.recipe.pretrain.steps} steps, the second half of each."
-        )
+        steps = f"{arm.recipe.pretrain.steps} steps, the second half of each"
+        note = f"{layers} layers of {width}, {arm.precision}; {len(rounds)} rounds of {steps}."
         rows.append(BenchmarkRow.beside(name, median(ours), median(peer), "tokens/s", note))
     name, unit = "pretrain.data_wait_share", "share of the time"
     return [*rows, BenchmarkRow(name, fmean(waits), unit, detail=rows[0].detail)]
@@ -129,15 +126,15 @@ def _run_both(arm: Arm, peer: Callable[[float], Rates]) -> tuple[Rates, Rates, R
     run = tracking.Run(open_artifact(output, "encoder").manifest["run_id"], tracking.server())
     histories = run.histories(("tokens_per_s", "data_wait_share", "steps_per_s"))
     rates, waits, steps_per_s = (
-        steady_rates([value for _, value in points]) for points in histories.values()
+        _steady([value for _, value in points]) for points in histories.values()
     )
     step_tokens = fmean(a / b for a, b in zip(rates, steps_per_s, strict=True))
-    return rates, steady_rates(peer(step_tokens)), waits
+    return rates, _steady(peer(step_tokens)), waits
 
 
-def steady_rates(rates: Rates) -> Rates:
+def _steady(rates: Rates) -> Rates:
     """The rates of the end of a run."""
-    return rates[int(len(rates) * _LEFT_OUT) :]
+    return rates[len(rates) // 2 :]
 
 
 def tokens(size: Size, corpus: str, work: Path) -> str:
@@ -193,9 +190,8 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     """A plain loop over batches in memory: no Ray, no reports, no checks."""
     _use_one_thread()
     recipe, steps = arm.recipe, arm.recipe.pretrain.steps
-    walk = PretrainingBatches(
-        recipe.corpora, recipe.weights, recipe.pretrain, rank, world, recipe.loop.seed
-    ).start()
+    inputs = (recipe.corpora, recipe.weights, recipe.pretrain)
+    walk = PretrainingBatches(*inputs, rank, world, recipe.loop.seed).start()
     batches = [next(walk)[0].parts for _ in range(steps)]
     walk.close()
     device = torch.device("cpu")
@@ -208,10 +204,9 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     for number, parts in enumerate(batches, start=1):
         bare_step(model, parts, optimizer, device, arm.precision == "bf16")
         if number % arm.interval == 0:
-            interval_batches = batches[number - arm.interval : number]
-            tokens = sum(part.token_count for parts in interval_batches for part in parts)
+            done = chain(*batches[number - arm.interval : number])
             now = time.perf_counter()
-            rates.append(tokens / (now - began))
+            rates.append(sum(part.token_count for part in done) / (now - began))
             began = now
     return rates
 
@@ -288,12 +283,12 @@ def _hf_trainer(
             callbacks=[Clock()],
         )  # fmt: skip
         trainer.train()
-    size = arm.interval
-    return [
-        sum(tokens[first_step * config.lanes : (first_step + size) * config.lanes])
-        / (ends[first_step + size] - ends[first_step])
-        for first_step in range(0, config.steps, size)
-    ]
+    rates = Rates()
+    for start in range(0, config.steps, arm.interval):
+        end = start + arm.interval
+        of_interval = sum(tokens[start * config.lanes : end * config.lanes])
+        rates.append(of_interval / (ends[end] - ends[start]))
+    return rates
 
 
 def _rows(
@@ -308,12 +303,10 @@ def _rows(
                 for row in batch.to_pylist():
                     first, second = row["context"][-keep_context:], row["response"][:keep_response]
                     ids = [cls, *first, sep, *second, sep]
-                    special = [1, *[0] * len(first), 1, *[0] * len(second), 1]
-                    segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
                     yield {
                         "input_ids": ids,
-                        "token_type_ids": segments,
-                        "special_tokens_mask": special,
+                        "token_type_ids": [0] * (len(first) + 2) + [1] * (len(second) + 1),
+                        "special_tokens_mask": [1, *[0] * len(first), 1, *[0] * len(second), 1],
                     }
                     tokens -= len(ids)
                     if tokens <= 0:

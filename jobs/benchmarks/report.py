@@ -163,10 +163,7 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
     targets = {status: list[Target]() for status in (MET, MISSED, NOT_MEASURED)}
     for target in TARGETS.values():
         targets[target.status(rows.get(target.row))].append(target)
-    missed = [
-        f"`{target.row}` {number(rows[target.row][target.field])} ({target})"
-        for target in targets[MISSED]
-    ]
+    missed = [f"`{t.row}` {number(rows[t.row][t.field])} ({t})" for t in targets[MISSED]]
     open_targets = [f"`{target.row}` ({target.what}; {target})" for target in targets[NOT_MEASURED]]
     first_rows = [(*texts, rows[name]) for name, texts in FIRST_ROWS.items() if name in rows]
     first_table = _table({
@@ -236,9 +233,7 @@ def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:
         **{title: [_on_processor(by_kind[kind].get(name)) for name in compared]
            for kind, title in _PROCESSORS.items()},
     }) if compared else ""  # fmt: skip
-    commands = "\n".join(
-        _run_line(json.loads(run), number) for run, number in number_of_run.items()
-    )
+    commands = "\n".join(_run_line(json.loads(run), place) for run, place in number_of_run.items())
     return "\n\n".join(filter(None, [f"## {title}", table, by_processor, commands, picture]))
 
 
@@ -263,9 +258,8 @@ def _table(columns: Mapping[str, list[str]]) -> str:
     """Columns in which no row has a value are left out."""
     filled = {title: cells for title, cells in columns.items() if any(cells)}
     sides = ["---" if title in _TEXTS else "---:" for title in filled]
-    return "\n".join(
-        f"| {' | '.join(cells)} |" for cells in [filled, sides, *zip(*filled.values(), strict=True)]
-    )
+    lines = [filled, sides, *zip(*filled.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _ours(row: ResultRow) -> str:
@@ -293,10 +287,10 @@ def _run_line(source: Mapping[str, str], run: str) -> str:
 def targets_picture(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
     """The share of each target that is reached, as SVG."""
     rows = newest(row for rows in rows_of_section.values() for row in rows)
-    return pictures.targets([
-        (target.row, rows[target.row][target.field], share)
-        for target in TARGETS.values() if (share := target.share(rows.get(target.row))) is not None
-    ])  # fmt: skip
+    shares = {target: target.share(rows.get(target.row)) for target in TARGETS.values()}
+    return pictures.targets(
+        [(t.row, rows[t.row][t.field], share) for t, share in shares.items() if share is not None]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -55,6 +55,8 @@ _TOGETHER = 16
 _TOP_K = 10
 _SHARD_ROWS = 16_384
 _MIXED = 0.35
+Way = Callable[[int], object]
+"""Answers the question of a number."""
 
 
 def measure(config: Config, work: Path) -> list[BenchmarkRow]:
@@ -65,11 +67,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     count = max(_CHECKED[size], _QUESTIONS[size])
     contexts, texts = read_contexts(corpora[0], count), read_texts(corpora, _EMBEDDED[size])
     require(len(contexts) == count, "corpus", corpora[0].uri, f"{count} examples at least")
-    folder = (
-        work
-        / "search"
-        / digest([model.fingerprint, *(corpus.fingerprint for corpus in corpora), size])
-    )
+    inputs = [model.fingerprint, *(corpus.fingerprint for corpus in corpora), size]
+    folder = work / "search" / digest(inputs)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(texts):,} texts are embedded, and made {_CANDIDATES[size]:,}", flush=True)
     real_ND = _embed_texts(folder / "texts.npy", ranker, texts)
@@ -103,37 +102,29 @@ def _times(
     for shard, end in zip(pool.shards, pool.ends, strict=True):
         plain_ND[end - len(shard) : end] = torch.from_numpy(decode(shard.vectors))
 
-    def search_by(method: Method, pool: Pool = pool) -> Callable[[int], object]:
-        return lambda number: top_rows(pool, questions[number : number + 1], _TOP_K, method=method)
-
-    searches: dict[str, Callable[[int], object]] = {
-        "read": lambda number: in_parallel(torch.sum, matrices),
-        "exact": search_by("exact"),
-        "pruned": search_by("pruned"),
-        "approximate": search_by("approximate"),
-        "exact, float32": search_by("exact", pool_float32),
-        "pruned, float32": search_by("pruned", pool_float32),
-        "approximate, float32": search_by("approximate", pool_float32),
-    }
-    seconds = _seconds(searches, len(questions), rounds)
-    batches: dict[str, Callable[[int], object]] = {
+    exact = _search(pool, questions, "exact")
+    searches: dict[str, Way] = {"read": lambda number: in_parallel(torch.sum, matrices)}
+    methods: tuple[Method, ...] = ("exact", "pruned", "approximate")
+    for method in methods:
+        searches[method] = _search(pool, questions, method)
+        searches[f"{method}, float32"] = _search(pool_float32, questions, method)
+    batches: dict[str, Way] = {
         "together": lambda number: top_rows(pool, questions[:_TOGETHER], _TOP_K),
-        "alone": lambda number: [search_by("exact")(place) for place in range(_TOGETHER)],
+        "alone": lambda number: [exact(place) for place in range(_TOGETHER)],
     }
-    seconds |= _seconds(batches, 1, max(2, rounds // 2)) if len(questions) >= _TOGETHER else {}
-    seconds |= _seconds(
-        {"plain": lambda number: _plain(plain_ND, questions[number])}, 2, max(2, rounds // 2)
-    )
+    plain: dict[str, Way] = {"plain": lambda number: _plain(plain_ND, questions[number])}
+    few_rounds = max(2, rounds // 2)
+    seconds = _seconds(searches, len(questions), rounds) | _seconds(plain, 2, few_rounds)
+    if len(questions) >= _TOGETHER:
+        seconds |= _seconds(batches, 1, few_rounds)
     ms = {name: 1e3 * value for name, value in seconds.items()}
+    name, passes = "search.exact_1m_m64", "passes over the bf16 matrix"  # of the full size
+    note = {"note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}
     detail = {
         "milliseconds": {name: round(value, 2) for name, value in ms.items()},
         "candidates": len(pool), "dtype": pool.dtype, "sketch": pool.rotation.shape[1],
-        "questions": len(questions), "threads": torch.get_num_threads(),
+        "questions": len(questions), "threads": torch.get_num_threads(), **note,
     }  # fmt: skip
-    name = "search.exact_1m_m64"
-    # The name is that of the full size.
-    note = {"note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}
-    detail, passes = {**detail, **note}, "passes over the bf16 matrix"
     rows = [
         BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
@@ -141,37 +132,35 @@ def _times(
         BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"], passes,
                      detail=note),
     ]  # fmt: skip
-    for method in ("pruned", "approximate"):
-        shares = {
-            suffix: ms[f"{method}{suffix}"] / ms[f"exact{suffix}"] for suffix in (", float32", "")
-        }
+    for method in methods[1:]:
+        share = ms[f"{method}, float32"] / ms["exact, float32"]
         method_detail = {
             "dtype": pool_float32.dtype,
-            f"of {pool.dtype}": round(shares[""], 3),
+            f"of {pool.dtype}": round(ms[method] / ms["exact"], 3),
             **checks[method],
             **note,
         }
-        share = shares[", float32"]
         if method == "approximate":
             recall = checks[method]["recall"]
-            rows.append(
-                BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10", detail=note)
-            )
+            row_name = "search.approximate_1m.recall_at_10"
+            rows.append(BenchmarkRow(row_name, recall, "recall@10", detail=note))
             if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
                 method_detail |= {"missed": f"recall@10 < {_ENOUGH_RECALL}", "share": share}
                 share += 1
         row_name = f"search.{method}_1m.time_share_of_exact"
         rows.append(BenchmarkRow(row_name, share, "share", detail=method_detail))
     if "alone" in ms:
-        batch_gain = ms["alone"] / ms["together"]
-        rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
-                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain, detail=note))  # fmt: skip
+        together, alone = (ms[way] / _TOGETHER for way in ("together", "alone"))
+        rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", together, "ms a question", peer=alone,
+                                 ratio=alone / together, detail=note))  # fmt: skip
     return rows
 
 
-def _seconds(
-    searches: Mapping[str, Callable[[int], object]], questions: int, rounds: int
-) -> dict[str, float]:
+def _search(pool: Pool, questions_QMD: Floats, method: Method) -> Way:
+    return lambda number: top_rows(pool, questions_QMD[number : number + 1], _TOP_K, method=method)
+
+
+def _seconds(searches: Mapping[str, Way], questions: int, rounds: int) -> dict[str, float]:
     """Of each way: the mean over the questions of the best of all rounds."""
     ways = {
         (name, question): functools.partial(run, question)
@@ -189,13 +178,9 @@ def _plain(candidates_CD: torch.Tensor, vectors_MD: Floats) -> torch.return_type
 
 def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
     """The same pool, by all of a context's vectors and by one of them, as a bi-encoder has it."""
-    searches: dict[str, Callable[[int], object]] = {
-        "poly": lambda number: top_rows(
-            pool, questions[number : number + 1], _TOP_K, method="exact"
-        ),
-        "bi": lambda number: top_rows(
-            pool, questions[number : number + 1, :1], _TOP_K, method="exact"
-        ),
+    searches = {
+        "poly": _search(pool, questions, "exact"),
+        "bi": _search(pool, questions[:, :1], "exact"),
     }
     seconds = _seconds(searches, len(questions), 3 * rounds)
     detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
@@ -217,23 +202,18 @@ def _by_size(
     over_best, over_plain, over_faiss = {}, {}, {}
     for size in sizes:
         part = Pool.open(pool.artifact.uri, part=PoolPart(0, max(1, len(pool) // size)))
-        plain_ND = torch.from_numpy(
-            np.concatenate([decode(shard.vectors) for shard in part.shards])
-        )
-        for vectors, contexts in [(questions, count) for count in _CONTEXTS] + [
-            (questions[:, :1].copy(), 1)
-        ]:
+        matrix_ND = np.concatenate([decode(shard.vectors) for shard in part.shards])
+        plain_ND = torch.from_numpy(matrix_ND)
+        asked = [*((questions, count) for count in _CONTEXTS), (questions[:, :1].copy(), 1)]
+        for vectors, contexts in asked:
             label = f"{len(part):,} rows, m = {vectors.shape[1]}, {contexts} contexts"
-            ms[label] = times = _times_of_forms(part, plain_ND, vectors[:contexts], rounds)
+            times = _times_of_forms(part, plain_ND, vectors[:contexts], rounds)
+            ms[label] = {name: round(1e3 * value, 3) for name, value in times.items()}
             over_best[label] = times["auto"] / min(times[form] for form in _FORMS)
             if contexts == 1 and len(part) <= _SMALL_POOL + len(pool) // _SMALL_POOL:
                 over_plain[label] = times["auto"] / times["plain"]
             if "faiss" in times:
                 over_faiss[label] = times["auto"] / times["faiss"]
-    ms = {
-        label: {name: round(1e3 * value, 3) for name, value in times.items()}
-        for label, times in ms.items()
-    }
     detail = {"milliseconds": ms, "threads": torch.get_num_threads()}
     rows: list[BenchmarkRow] = []
     for name, ratios in (
@@ -258,7 +238,7 @@ def _times_of_forms(
 ) -> dict[str, float]:
     """Seconds of each form for all contexts together, of `auto`, and of others for one context."""
 
-    def by_form(form: str) -> Callable[[int], object]:
+    def by_form(form: str) -> Way:
         def run(number: int) -> object:
             with mock.patch.dict(FORMS, {_FORMS[form]: (form,)}):
                 return top_rows(pool, contexts_QMD, _TOP_K, method=_FORMS[form])
@@ -284,37 +264,30 @@ def _times_of_forms(
 def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[str, Any]]:
     """Raises AssertionError where an exact answer is not that of float64 over all candidates."""
     rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in small_pool.shards])
-    answers = {
-        method: top_rows(small_pool, questions, _TOP_K, method=method)
-        for method in ("exact", "pruned")
-    }
+    methods: tuple[Method, Method] = ("exact", "pruned")
+    answers = [top_rows(small_pool, questions, _TOP_K, method=method) for method in methods]
     for number, vectors_MD in enumerate(questions.astype(np.float64)):
         logits_NM = torch.from_numpy(rows_ND @ vectors_MD.T)
         scores_N = (logits_NM.softmax(1) * logits_NM).sum(1)
         best_scores = scores_N.topk(_TOP_K).values.float().numpy()
-        for answer in answers.values():
+        for answer in answers:
             np.testing.assert_allclose(answer.scores[number], best_scores, rtol=2e-7, atol=0)
             assert answer.certified[number]
     first_questions = questions[:100]
     exact = top_rows(pool, first_questions, _TOP_K, method="exact")
-    pruned = [
-        top_rows(pool, question[None], _TOP_K, method="pruned") for question in first_questions
-    ]
-    approximate = [
-        top_rows(pool, question[None], _TOP_K, method="approximate") for question in first_questions
-    ]
-    for places, answer in zip(exact.places, pruned, strict=True):
-        np.testing.assert_array_equal(places, answer.places[0])
-    shared_counts = [
-        len({*a} & {*b.places[0]}) for a, b in zip(exact.places, approximate, strict=True)
-    ]
-    certified = sum(bool(answer.certified[0]) for answer in pruned)
+    certified = shared = 0
+    for places, question_MD in zip(exact.places, first_questions, strict=True):
+        pruned = top_rows(pool, question_MD[None], _TOP_K, method="pruned")
+        np.testing.assert_array_equal(places, pruned.places[0])
+        certified += bool(pruned.certified[0])
+        approximate = top_rows(pool, question_MD[None], _TOP_K, method="approximate")
+        shared += len({*places} & {*approximate.places[0]})
     return {
         "pruned": {
             "certified": f"{certified} of {len(first_questions)} questions",
             "as float64 over all": f"{len(questions):,} questions, {len(small_pool):,} candidates",
         },
-        "approximate": {"recall": float(np.mean(shared_counts)) / _TOP_K},
+        "approximate": {"recall": shared / len(first_questions) / _TOP_K},
     }
 
 
@@ -347,9 +320,7 @@ def _pool_of(
     config = embed_pool.Config(model="", candidates=(), pools="", name="benchmark")
     out = draft(str(folder), "pool", config, {"model": model})
     if isinstance(out, Draft):
-        rng = np.random.default_rng(0)
-        entries: list[FileEntry] = []
-        names: list[str] = []
+        rng, entries, names = np.random.default_rng(0), list[FileEntry](), list[str]()
         for start in range(0, count, _SHARD_ROWS):
             rows = np.arange(start, min(count, start + _SHARD_ROWS))
             vectors_ND = real_ND[rows % len(real_ND)]

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,10 +132,8 @@ class Service:
 
     @functools.cached_property
     def bodies(self) -> list[bytes]:
-        return [
-            json.dumps({"context": context, "pool": self.pool, "top_k": _TOP_K}).encode()
-            for context in self.contexts
-        ]
+        common = {"pool": self.pool, "top_k": _TOP_K}
+        return [json.dumps({"context": context, **common}).encode() for context in self.contexts]
 
     @functools.cached_property
     def saturation(self) -> float:
@@ -162,11 +160,9 @@ class Service:
                 rates.append(f"{result.per_s(end_s / 4, end_s):.1f}")
                 p50 = result.successes(end_s / 4).ms(50)
                 refused += result.statuses().get("429", 0)
-        counts = ", ".join(map(str, COUNTS))
-        note = (
-            f"Answers a second with {counts} clients: {', '.join(rates)}. {refused or 'None'} "
-            f"{'was' if refused < 2 else 'were'} refused."
-        )
+        counts, were = ", ".join(map(str, COUNTS)), "was" if refused < 2 else "were"
+        answers = f"Answers a second with {counts} clients: {', '.join(rates)}"
+        note = f"{answers}. {refused or 'None'} {were} refused."
         unit = f"ms (p50) with {COUNTS[-1]} clients"
         return [BenchmarkRow("serve.by_clients", p50, unit, detail={"note": note})]
 
@@ -181,10 +177,8 @@ class Service:
                 return result
 
             for share in _SHARES:
-                answered = send(share, size.seconds).successes()
-                curve.append(
-                    {"per_s": share * saturation, "p50": answered.ms(50), "p99": answered.ms(99)}
-                )
+                answered, per_s = send(share, size.seconds).successes(), share * saturation
+                curve.append({"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99)})
             steady, overload = send(0.7, size.steady_s), send(3, size.overload_s)
         pictures.load(curve, self.work / "load.png")
         refused = overload.select(overload.status == 429)
@@ -246,36 +240,32 @@ class _OwnService(Service):
         heavy = [{"context": self.contexts[0], "pool": _POOL, "top_k": 1000}] * Limits().requests
         seconds = self.size.seconds * self.size.rounds
         rate = 2 * self.saturation  # of a service that is there for that alone
-        with services.ranking(
-            self.port, self.args, ray_actor_options={"num_cpus": 1, "runtime_env": variables}
-        ) as url:
-
-            def ask(
-                bodies: Sequence[bytes], per_s: float, headers: Mapping[str, str]
-            ) -> LoadResult:
-                return poisson(f"{url}/rank", bodies, per_s, seconds, headers)
+        options = {"num_cpus": 1, "runtime_env": variables}
+        with services.ranking(self.port, self.args, ray_actor_options=options) as url:
+            ask = functools.partial(poisson, f"{url}/rank", seconds=seconds)
 
             def ask_few() -> LoadResult:
-                return ask(self.bodies, 5.0, {"authorization": "Bearer few"}).successes()
+                few = {"authorization": "Bearer few"}
+                return ask(self.bodies, per_s=5.0, headers=few).successes()
 
-            in_a_hurry = {**many, "x-timeout-ms": "500"}
+            in_a_hurry, list_of_heavy = {**many, "x-timeout-ms": "500"}, json.dumps(heavy).encode()
             alone = ask_few()
             beside_many, _ = services.run_together(
-                ask_few, lambda: ask(self.bodies, rate, in_a_hurry)
+                ask_few, lambda: ask(self.bodies, per_s=rate, headers=in_a_hurry)
             )
             beside_heavy, lists = services.run_together(
-                ask_few, lambda: ask([json.dumps(heavy).encode()], 4.0, many)
+                ask_few, lambda: ask([list_of_heavy], per_s=4.0, headers=many)
             )
         answered = f"{len(lists.successes().status)} of {len(lists.status)}"
-        return [
-            BenchmarkRow(
-                row, beside.ms(percentile) / alone.ms(percentile), "times", detail={"note":
-                    f"{alone.ms(percentile):.0f} ms alone, {beside.ms(percentile):.0f} ms beside {other}."})
-            for row, percentile, beside, other in (
-                ("serve.fairness.p50_over_alone", 50, beside_many, f"{rate:.0f} requests/s"),
-                ("serve.heavy.p99_over_alone", 99, beside_heavy,
-                 f"4 lists/s, of which {answered} are answered in time"))
-        ]  # fmt: skip
+        rows, in_time = list[BenchmarkRow](), f"4 lists/s, of which {answered} are answered in time"
+        for row, percentile, beside, other in (
+            ("serve.fairness.p50_over_alone", 50, beside_many, f"{rate:.0f} requests/s"),
+            ("serve.heavy.p99_over_alone", 99, beside_heavy, in_time),
+        ):
+            ms_alone, ms = alone.ms(percentile), beside.ms(percentile)
+            note = {"note": f"{ms_alone:.0f} ms alone, {ms:.0f} ms beside {other}."}
+            rows.append(BenchmarkRow(row, ms / ms_alone, "times", detail=note))
+        return rows
 
     def throughput(self) -> list[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
@@ -294,12 +284,10 @@ class _OwnService(Service):
             rates = take_turns(ways, size.rounds)
         batched, apart, in_process = (float(np.median(values)) for values in rates.values())
         note = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
+        peers = {"saturation_vs_in_process": in_process, "batching_gain_32_clients": apart}
         return [
             BenchmarkRow.beside(f"serve.{name}", batched, peer, "rankings/s", note)
-            for name, peer in (
-                ("saturation_vs_in_process", in_process),
-                ("batching_gain_32_clients", apart),
-            )
+            for name, peer in peers.items()
         ]
 
     def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
@@ -310,9 +298,8 @@ class _OwnService(Service):
         text_lists = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
 
         def rate(url: str, peer: Peer) -> float:
-            result = clients(
-                f"{url}/{peer.path}", list(map(peer.body, text_lists)), _CLIENTS, seconds
-            )
+            bodies = list(map(peer.body, text_lists))
+            result = clients(f"{url}/{peer.path}", bodies, _CLIENTS, seconds)
             require_answers(result)
             return result.per_s(seconds / 4, seconds)
 
@@ -325,10 +312,8 @@ class _OwnService(Service):
         with services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as our_url:
             for peer in peers(task, peer_model):
                 with services.other(peer.command_at, cpus=cores) as peer_url:
-                    ways = {
-                        "ours": functools.partial(rate, our_url, tei),
-                        "theirs": functools.partial(rate, peer_url, peer),
-                    }
+                    sides = ((our_url, tei), (peer_url, peer))
+                    ways = {side: functools.partial(rate, *side) for side in sides}
                     rates = take_turns(ways, self.size.rounds)
                 ours, theirs = (float(np.median(values)) for values in rates.values())
                 name = f"serve.{task}.vs_{peer.name}"

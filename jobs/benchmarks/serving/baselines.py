@@ -38,11 +38,8 @@ class InProcess:
 
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine = self._engine
-        context_vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
-        queries = [
-            PoolQuery(vectors_MD, mask_M, self._top_k, None)
-            for vectors_MD, mask_M in context_vectors
-        ]
+        vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
+        queries = [PoolQuery(*of_context, self._top_k, None) for of_context in vectors]
         engine.searches[self._pool].run(queries)
 
 

@@ -112,9 +112,8 @@ def _run(
 
     async def run() -> None:
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_WAIT_S)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=headers
-        ) as session:
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        async with session:
             began = time.perf_counter()
 
             async def ask(due: float) -> None:
@@ -138,9 +137,8 @@ def one_client(url: str) -> Iterator[Callable[[bytes], float]]:
     """Asks one request after the other over one connection; returns the seconds until the answer was there,
     and raises BadInput for a status that is not 200. No thread or event loop takes time beside it."""
     address = urlsplit(url)
-    with closing(
-        HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
-    ) as connection:
+    made = HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
+    with closing(made) as connection:
 
         def ask(body: bytes) -> float:
             began = time.perf_counter()
