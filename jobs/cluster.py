@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
@@ -11,6 +10,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from pipeline.config import BadInput
 from pipeline.engine import executors
@@ -40,15 +40,12 @@ def session(
     if ray.is_initialized():
         yield ""
         return
-    start = functools.partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
-    if address := os.environ.get("RAY_ADDRESS"):
-        start = functools.partial(start, address)
-    else:
-        start = functools.partial(
-            start, "local", num_cpus=cpus or os.cpu_count(), include_dashboard=dashboard
-        )
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        options |= {"num_cpus": cpus or os.cpu_count(), "include_dashboard": dashboard}
     with _without_line_of_log_level():
-        context = start()
+        context = ray.init(address or "local", **options)
     silence_ray()
     try:
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
@@ -78,10 +75,14 @@ def _without_line_of_log_level() -> Iterator[None]:
 
 def require_free(host: str, port: int) -> None:
     """Raises BadInput for a port in use: Serve would listen too, and either of the two would answer."""
+    if is_open("127.0.0.1" if host == "0.0.0.0" else host, port):
+        raise BadInput(f"--port {port}: in use; choose another")
+
+
+def is_open(address: str, port: int) -> bool:
+    """Whether a server listens there."""
     with socket.socket() as probe:
-        address = "127.0.0.1" if host == "0.0.0.0" else host
-        if probe.connect_ex((address, port)) == 0:
-            raise BadInput(f"--port {port}: in use; choose another")
+        return probe.connect_ex((address, port)) == 0
 
 
 def answers(url: str) -> bool:

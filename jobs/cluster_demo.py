@@ -15,16 +15,16 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -47,6 +47,7 @@ _HEAD, _WORKER = "127.0.0.2", "127.0.0.3"  # two addresses, as two machines have
 _START_S = 300.0  # a server that does not answer by then has failed
 _SWAP_S = 120.0  # a service follows a new version within seconds
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 ResultT = TypeVar("ResultT")
 
 
@@ -74,9 +75,8 @@ class Config:
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
     machine = _Machine(Path(config.work), config.ports_from)
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # servers are stopped, too
+    # Servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with machine.running():
         data = demo_data.sample(machine.work / "sample")
         with _step("Sample dumps to s3://lake"):
@@ -109,7 +109,7 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
     settings = [f"{name}={value}" for name, value in sizes.items()]
     workflow = machine.page_command("CLUSTER.md", "jobs.submit", "-- workflow", "dialogue.yaml")
     with _step("Dumps to a deployed service: jobs/workflows/dialogue.yaml"):
-        machine.type([*_before(workflow, "--set"), "--set", *settings])
+        machine.type([*workflow[: workflow.index("--set")], "--set", *settings])
     with _step("Ask the service"):
         answers = [machine.ask()]
 
@@ -122,9 +122,8 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
                        "s3://lake/rankers/articles", "--finetune.max-steps", "50")  # fmt: skip
     with _step("The nightly line of jobs/schedules/crontab, twice"):
         _export("s3://lake/articles/train", "group_id", "s3://lake/exports/articles/articles.jsonl")
-        storage.write_bytes(
-            "s3://lake/exports/canaries.txt", b"a town by the river\nthe first railway\n"
-        )
+        canaries = b"a town by the river\nthe first railway\n"
+        storage.write_bytes("s3://lake/exports/canaries.txt", canaries)
         line, environment = _nightly_line()
         machine.shell(line, environment)
         machine.shell(
@@ -138,9 +137,8 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
         _export("s3://lake/convai2/train", "example_id", "s3://lake/exports/replies/replies.jsonl")
         machine.page_job("OPERATING.md", "jobs.embed_pool", "--publish-only")
         # A ranker of two minutes need not be significantly better than one of a minute and a half.
-        machine.page_job(
-            "OPERATING.md", "jobs.promote", "--corpus", more=("--min-difference", "-1")
-        )
+        any_difference = ("--min-difference", "-1")
+        machine.page_job("OPERATING.md", "jobs.promote", "--corpus", more=any_difference)
         answers.append(machine.ask(other_than=answers[-1]))
     with _step("Rollback, and the service follows"):
         machine.page_job("OPERATING.md", "jobs.promote", "--rollback")
@@ -149,14 +147,12 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
 
 
 def _upload(data: demo_data.Data) -> None:
-    for folder, files in (
-        ("dumps", data.reddit),
-        ("raw/convai2", data.convai2),
-        ("raw/wikipedia", data.wikipedia),
-    ):
-        for number, file in enumerate(map(Path, files)):
-            name = f"{number}/{file.name}" if folder.endswith("wikipedia") else file.name
-            storage.write_bytes(f"s3://lake/{folder}/{name}", file.read_bytes())
+    for file in map(Path, data.reddit):
+        storage.write_bytes(f"s3://lake/dumps/{file.name}", file.read_bytes())
+    for file in map(Path, data.convai2):
+        storage.write_bytes(f"s3://lake/raw/convai2/{file.name}", file.read_bytes())
+    for number, file in enumerate(map(Path, data.wikipedia)):
+        storage.write_bytes(f"s3://lake/raw/wikipedia/{number}/{file.name}", file.read_bytes())
 
 
 def _export(corpus: str, id_column: str, uri: str) -> None:
@@ -182,10 +178,6 @@ def _nightly_line() -> tuple[str, dict[str, str]]:
         elif line and not line.startswith("#"):
             command = line.split(maxsplit=5)[5].replace("\\%", "%")
     return command, environment
-
-
-def _before(words: list[str], word: str) -> list[str]:
-    return words[: words.index(word)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -222,17 +214,14 @@ class _Machine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Starts the servers and the nodes, and ends them."""
-        is_below = self.work.absolute().is_relative_to(Path.cwd())
-        if not is_below:
-            raise BadInput(
-                f"--work {self.work}: not below the working directory, whose files travel with a job"
-            )
+        if not self.work.absolute().is_relative_to(Path.cwd()):
+            raise BadInput(f"--work {self.work}: not below the working directory, whose files travel with a "
+                           "job")  # fmt: skip
         for server, port in self._ports.items():
-            if _is_open(port):
+            if cluster.is_open("127.0.0.1", port):
                 raise BadInput(f"port {port} ({server}) is in use: --ports-from 10000 takes others")
-        sample = self.work / "sample"
         for path in self.work.iterdir() if self.work.exists() else ():
-            if path != sample:
+            if path != self.work / "sample":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._make_home()
         self._temp = tempfile.mkdtemp(prefix="prd", dir="/tmp")  # paths of sockets are short
@@ -272,11 +261,8 @@ class _Machine:
     def page_command(self, page: str, *parts: str) -> list[str]:
         """The first command of a page that has all the parts, in words."""
         for line in (_ROOT / page).read_text().replace("\\\n", " ").splitlines():
-            if (
-                line.startswith("    ")
-                and all(part in line for part in parts)
-                and "--dry-run" not in line
-            ):
+            has_all = line.startswith("    ") and all(part in line for part in parts)
+            if has_all and "--dry-run" not in line:
                 return shlex.split(self._here(line))
         raise Stopped(f"{page}: no command with {' '.join(parts)}")
 
@@ -315,12 +301,8 @@ class _Machine:
                 copy = shutil.copytree if (_ROOT / source).is_dir() else shutil.copyfile
                 Path(self._here(target)).parent.mkdir(exist_ok=True)
                 copy(_ROOT / source, self._here(target))
-        for name in (
-            "RAY_ADDRESS",
-            "RAY_AUTH_TOKEN",
-            "RAY_AUTH_TOKEN_PATH",
-            "MLFLOW_EXPERIMENT_NAME",
-        ):
+        of_user = "RAY_ADDRESS RAY_AUTH_TOKEN RAY_AUTH_TOKEN_PATH MLFLOW_EXPERIMENT_NAME"
+        for name in of_user.split():
             os.environ.pop(name, None)
         os.environ |= self._variables()
 
@@ -349,13 +331,9 @@ class _Machine:
         }
 
     def _start_store(self) -> None:
-        url = os.environ["AWS_ENDPOINT_URL"]
+        url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/"
         self._start("store", f"moto_server -H 127.0.0.1 -p {self._ports['S3']}")
-        _await(
-            "moto's server (pip install -e '.[dev]')",
-            lambda: cluster.answers(f"{url}/moto-api/"),
-            _START_S,
-        )
+        _await("moto's server (pip install -e '.[dev]')", partial(cluster.answers, url), _START_S)
         import boto3
 
         boto3.client("s3").create_bucket(Bucket="lake")
@@ -363,11 +341,8 @@ class _Machine:
     def _start_mlflow(self) -> None:
         words = self.page_command("CLUSTER.md", "mlflow server")
         self._start("mlflow", shlex.join(words))
-        _await(
-            "MLflow",
-            lambda: cluster.answers(f"{os.environ['MLFLOW_TRACKING_URI']}/health"),
-            _START_S,
-        )
+        url = f"{os.environ['MLFLOW_TRACKING_URI']}/health"
+        _await("MLflow", partial(cluster.answers, url), _START_S)
 
     def _start_nodes(self) -> None:
         file = self._cluster()
@@ -432,26 +407,22 @@ class _Machine:
         """Starts a server, whose output goes to a file of its name."""
         with (self.work / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", f"{setup} exec {command}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                ["bash", "-c", f"{setup} exec {command}"], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         self._processes.append(process)
 
     def _run(
         self,
         command: list[str],
-        environment: dict[str, str] | None = None,
+        more: Mapping[str, str] = _NOTHING,
         quiet: bool = False,
         exit_code: int = 0,
     ) -> None:
+        """`more`: variables of its environment."""
         if not quiet:
             print(f"   $ {shlex.join(command)}", flush=True)
-        result = subprocess.run(
-            command, env={**os.environ, **(environment or {})}, capture_output=quiet
-        )
+        result = subprocess.run(command, env={**os.environ, **more}, capture_output=quiet)
         if result.returncode != exit_code:
             raise Stopped(f"exit code {result.returncode}: {shlex.join(command)}")
 
@@ -485,11 +456,6 @@ def _await(what: str, look: Callable[[], ResultT | None], seconds: float) -> Res
             raise Stopped(f"{what}: not there after {seconds:.0f} s")
         time.sleep(0.5)
     return result
-
-
-def _is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _has_started(log: Path) -> bool:

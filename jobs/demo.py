@@ -91,12 +91,8 @@ def run(config: Config) -> program.Summary:
         for name in ("replies", "articles"):
             serve.delete(name)
     r_at_1 = {name: next(iter(row.values())) for name, row in tables["replies"]["table"].items()}
-    return {
-        "output": str(work),
-        "minutes": minutes,
-        "r_at_1": r_at_1,
-        "details": f"{work}/demo.json",
-    }
+    numbers = {"minutes": minutes, "r_at_1": r_at_1}
+    return {"output": str(work), **numbers, "details": f"{work}/demo.json"}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -206,9 +202,8 @@ def _table_numbers(summary: program.Summary) -> dict[str, Any]:
         low, high = numbers["intervals"][name][r_at_1]
         latency = numbers["latency_ms"].get(name)
         milliseconds = f"  {latency['median']:4.1f} ms a question" if latency else ""
-        print(
-            f"   {name:<13} {r_at_1} {metrics[r_at_1]:.3f} ({low:.3f} to {high:.3f}){milliseconds}"
-        )
+        quality = f"{r_at_1} {metrics[r_at_1]:.3f} ({low:.3f} to {high:.3f})"
+        print(f"   {name:<13} {quality}{milliseconds}")
     return numbers
 
 
@@ -234,15 +229,11 @@ def _serve(work: Path, port: int) -> None:
 
     print(row("serve", "A service for both pools"), end="", flush=True)
     logging = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    targets = [
-        serve.RunTarget(
-            build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])),
-            name=pool,
-            route_prefix=route,
-            logging_config=logging,
-        )
-        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
-    ]
+    targets = []
+    for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles")):
+        app = build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"]))
+        options = {"name": pool, "route_prefix": route, "logging_config": logging}
+        targets.append(serve.RunTarget(app, **options))
     with timed("The service"), logged():
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=logging)
         serve.run_many(targets)
@@ -256,10 +247,8 @@ def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
     models = {name: (work / "rankers" / name, "ranker") for name in _RANKERS}
     if (work / "encoder").is_dir():
         models = {"pre-training": (work / "encoder", "encoder"), **models}
-    runs = {
-        name: str(open_artifact(str(folder), kind).manifest["run_id"])
-        for name, (folder, kind) in models.items()
-    }
+    made = {name: open_artifact(str(folder), kind) for name, (folder, kind) in models.items()}
+    runs = {name: str(artifact.manifest["run_id"]) for name, artifact in made.items()}
     path = work / "demo.png"
     path.write_bytes(draw(runs, tables["replies"]))
     return str(path)
@@ -280,13 +269,10 @@ Done in {minutes:.1f} minutes.
         return
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
     url = f"http://127.0.0.1:{config.port}"
-    print(
-        f"""   Ray's dashboard       {dashboard}
+    print(f"""   Ray's dashboard       {dashboard}
    the playground        {url}/  (interface: {url}/openapi.json)
    ask it                curl -s {url}/rank -H 'content-type: application/json' -d '{body}'
-Ctrl-C ends the service.""",
-        flush=True,
-    )
+Ctrl-C ends the service.""", flush=True)  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------

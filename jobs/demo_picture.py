@@ -22,14 +22,10 @@ def draw(runs: Mapping[str, str], evaluated: Mapping[str, Any]) -> bytes:
     losses, answers = figure.subplots(1, 2)
     client = mlflow.MlflowClient()
     for name, run_id in runs.items():
-        points = sorted(
-            (point.step, point.value) for point in client.get_metric_history(run_id, "loss")
-        )
-        if points:
+        history = client.get_metric_history(run_id, "loss")
+        if points := sorted((point.step, point.value) for point in history):
             losses.plot(*zip(*points, strict=True), linewidth=1, label=name)
-    losses.set_xscale("log")
-    losses.set_xlabel("step")
-    losses.set_ylabel("loss (nats)")
+    losses.set(xscale="log", xlabel="step", ylabel="loss (nats)")
     losses.legend(fontsize=8)
     metric = ""
     for name, latency in evaluated["latency_ms"].items():
@@ -39,10 +35,9 @@ def draw(runs: Mapping[str, str], evaluated: Mapping[str, Any]) -> bytes:
         bars = [[max(0, value - low)], [max(0, high - value)]]
         answers.errorbar(*place, yerr=bars, fmt="o", capsize=3)
         answers.annotate(name, place, xytext=(6, 4), textcoords="offset points")
-    answers.set_xscale("log")
-    answers.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    answers.set_xlabel("milliseconds for one question alone")
+    answers.set(xscale="log", xlabel="milliseconds for one question alone")
     answers.set_ylabel(f"{metric}, with its 95 % interval")
+    answers.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     answers.margins(x=0.15)
     for axes in (losses, answers):
         axes.grid(alpha=0.3)

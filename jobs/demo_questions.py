@@ -21,9 +21,8 @@ def ask(work: str, port: int) -> dict[str, Any]:
     corpora = f"{work}/corpora"
     # A greeting has a hundred right replies, so the longest of some last turns is asked.
     dialogue = max(held_out(f"{corpora}/convai2")[:20], key=lambda row: len(row["context"][-1]))
-    print(
-        "\nA held-out dialogue; its best three of 20 candidates, then of the pool. * is the true reply"
-    )
+    print("\nA held-out dialogue; its best three of 20 candidates, then of the pool. * is the true "
+          "reply")  # fmt: skip
     for turn in dialogue["context"]:
         print(f"   | {turn}")
     request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
@@ -65,11 +64,8 @@ def held_out(corpus: str) -> list[dict[str, Any]]:
 
 
 def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{route}",
-        data=json.dumps(body).encode(),
-        headers={"content-type": "application/json"},
-    )
+    url, headers = f"http://127.0.0.1:{port}{route}", {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
     return answer

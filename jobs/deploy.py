@@ -96,10 +96,10 @@ def _wait_for(address: str, names: list[str], timeout_s: float) -> dict[str, str
         try:
             applications = dashboard.applications(address)
         except dashboard.LOST as error:  # such as of a head that restarts
-            applications = {
-                name: {"status": "UNREACHABLE", "message": str(error)} for name in names
-            }
+            unreachable = {"status": "UNREACHABLE", "message": str(error)}
+            applications = {name: unreachable for name in names}
         statuses = {name: applications.get(name, {}).get("status", "NOT_STARTED") for name in names}
+        messages = {name: applications.get(name, {}).get("message", "") for name in names}
         for name, status in statuses.items():
             if statuses_before.get(name) != status:
                 print(f"{name}: {status}", flush=True)
@@ -107,22 +107,16 @@ def _wait_for(address: str, names: list[str], timeout_s: float) -> dict[str, str
         is_decided = all(status in _DECIDED for status in statuses.values())
         if is_decided or time.monotonic() > end:
             return {
-                name: _problem(status, applications.get(name, {}).get("message", ""))
+                name: ": ".join(filter(None, [status, _last_line(messages[name])]))
                 for name, status in statuses.items()
                 if status != "RUNNING"
             }
         time.sleep(_LOOK_EVERY_S)
 
 
-def _problem(status: str, message: str) -> str:
-    line = _last_line(message)
-    return f"{status}: {line}" if line else status
-
-
 def _last_line(message: str) -> str:
     """Where a message of Ray says what is wrong, after a traceback."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return (message.strip().splitlines() or [""])[-1].strip()
 
 
 if __name__ == "__main__":

@@ -127,11 +127,8 @@ class Config:
         name = protocols.of_corpus(corpus) if self.protocol == "auto" else self.protocol
         preset = PROTOCOLS[name]
         source = preset.source if self.source == "protocol" else self.source
-        return Protocol(
-            source,
-            self.candidates_per_question or preset.candidates,
-            self.recall_at or preset.recall_at,
-        )
+        candidates = self.candidates_per_question or preset.candidates
+        return Protocol(source, candidates, self.recall_at or preset.recall_at)
 
 
 def run(config: Config) -> program.Summary:
@@ -199,12 +196,15 @@ def run(config: Config) -> program.Summary:
     if unanswerable := question_set.unanswerable_count():
         print(f"{unanswerable:,} of {len(question_set):,} questions have a wrong candidate with the right "
               "one's text: nobody can answer them")  # fmt: skip
-    files = {
+    files: Files = {
         "table.md": ("", table.encode()),
         "table.json": (config.json, json.dumps(summary, indent=1).encode()),
-        **_plot(results, config),
-        **_worst_errors(model_results, question_set, config),
     }
+    if config.latency_queries:
+        default = config.json and config.json.removesuffix(".json") + ".png"
+        files["table.png"] = (config.plot or default, report.plot(results))
+    if config.errors:
+        files["errors.jsonl"] = (config.errors, _worst_errors(model_results, question_set))
     for uri, data in files.values():
         if uri:
             storage.write_bytes(uri, data)
@@ -217,10 +217,8 @@ def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[S
     """The rows of the methods that know no model."""
     from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 
-    question_set = measure.questions
-    texts = known_texts(corpus) or [
-        question_set.texts[place] for place in question_set.right_places()
-    ]
+    asked = measure.questions
+    texts = known_texts(corpus) or [asked.texts[place] for place in asked.right_places()]
     return [
         measure.of("chance", lambda: Chance(config.seed), timed=False),
         measure.of("tf-idf", lambda: TfIdf.fit(texts)),
@@ -249,9 +247,8 @@ def _untrained_baselines(
             if not is_same or not (folder / sources.SENTENCE_TRANSFORMERS).exists():
                 continue
             encoder = text_encoder.load(folder, settings, best_device())
-        except (
-            BadInput
-        ):  # removed, a relative path of another folder, or its pooling is none of ours
+        # It is removed, a relative path of another folder, or its pooling is none of ours.
+        except BadInput:
             continue
         name = f"untrained {storage.name_of(start['uri'])}"
         make_scorer = functools.partial(RankerScorer, encoder.ranker, known_contexts=known)
@@ -351,29 +348,14 @@ def _least_scores(
     return {name: least for name, least in found.items() if least}
 
 
-def _plot(results: Sequence[ScorerResult], config: Config) -> Files:
-    from pipeline.evaluation import report
+def _worst_errors(results: Sequence[ScorerResult], question_set: Questions) -> bytes:
+    """JSON lines of each row's worst answers; the first of them are printed."""
+    from pipeline.evaluation.worst_answers import as_text, json_lines, worst_answers
 
-    if not config.latency_queries:
-        return {}
-    default = config.json and config.json.removesuffix(".json") + ".png"
-    return {"table.png": (config.plot or default, report.plot(results))}
-
-
-def _worst_errors(
-    results: Sequence[ScorerResult], question_set: Questions, config: Config
-) -> Files:
-    """Each row's worst answers; the first of them are printed."""
-    from pipeline.evaluation import worst_answers
-
-    if not config.errors:
-        return {}
-    worst_records = [
-        worst_answers.worst_answers(result, question_set, _ERRORS) for result in results
-    ]
+    worst_records = [worst_answers(result, question_set, _ERRORS) for result in results]
     for records in worst_records:
-        print("", *map(worst_answers.as_text, records[:_ERRORS_SHOWN]), sep="\n")
-    return {"errors.jsonl": (config.errors, worst_answers.json_lines(worst_records))}
+        print("", *map(as_text, records[:_ERRORS_SHOWN]), sep="\n")
+    return json_lines(worst_records)
 
 
 def _dry_run(
@@ -387,9 +369,8 @@ def _dry_run(
         name: TimedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
         for name, (model, settings) in models.items()
     }
-    return cost.show(
-        "evaluate", estimate(question_set, timed_models), {"candidates": question_set.candidates}
-    )
+    details = {"candidates": question_set.candidates}
+    return cost.show("evaluate", estimate(question_set, timed_models), details)
 
 
 def measurement(config: Config, corpus: Artifact) -> Measurement:
@@ -433,16 +414,11 @@ def models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, Rank
     # Loads each model once, so that a broken one fails before hours go into another one.
     loaded = [(model, load_ranker(model.local()).config) for model in models]
     names = [str(settings.architecture) for _, settings in loaded]
-    folders = [storage.name_of(model.uri) for model, _ in loaded]
-    fingerprinted = [
-        f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in loaded
-    ]
-    for longer_names in (folders, fingerprinted):
-        counts = Counter(names)
-        names = [
-            name if counts[name] == 1 else longer_name
-            for name, longer_name in zip(names, longer_names, strict=True)
-        ]
+    folders = [storage.name_of(model.uri) for model in models]
+    unique = [f"{name} {model.fingerprint[:8]}" for name, model in zip(names, models, strict=True)]
+    for longer_names in (folders, unique):
+        counts, both = Counter(names), zip(names, longer_names, strict=True)
+        names = [name if counts[name] == 1 else longer for name, longer in both]
     return dict(zip(names, loaded, strict=True))
 
 
