@@ -48,12 +48,9 @@ def run(config: Config) -> program.Summary:
     if config.dry_run:
         shards = example_files(corpus)
         sizes, rows = [entry["bytes"] for entry in shards], sum(entry["rows"] for entry in shards)
-        evaluation_sizes = [
-            storage.size_of(file) for evaluation_set in sets for file in evaluation_set.files
-        ]
-        return cost.show(
-            "clean_corpus", dedup.estimate(sizes, rows, config.dedup, evaluation_sizes)
-        )
+        evaluation_sizes = [storage.size_of(file) for one in sets for file in one.files]
+        estimate = dedup.estimate(sizes, rows, config.dedup, evaluation_sizes)
+        return cost.show("clean_corpus", estimate)
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(out, already_there=True)

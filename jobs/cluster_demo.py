@@ -126,9 +126,8 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
         storage.write_bytes("s3://lake/exports/canaries.txt", canaries)
         line, environment = _nightly_line()
         machine.shell(line, environment)
-        machine.shell(
-            line, environment, exit_code=2
-        )  # the night has succeeded: it is not sent again
+        # The night has succeeded: it is not sent again.
+        machine.shell(line, environment, exit_code=2)
 
     with _step("A new ranker is promoted, and the service follows"):
         machine.submit("finetune", "--config", "jobs/configs/demo-poly.yaml", "--corpus", "s3://lake/convai2",

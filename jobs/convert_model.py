@@ -70,9 +70,8 @@ def run(config: Config) -> program.Summary:
             to_onnx.export(ranker, Path(scratch))
         else:
             sentence_transformers.export(ranker, Path(scratch))
-        (Path(scratch) / card.CARD).write_text(
-            card.card(ranker, kind, config.model), encoding="utf-8"
-        )
+        text = card.card(ranker, kind, config.model)
+        (Path(scratch) / card.CARD).write_text(text, encoding="utf-8")
         # By now a model that cannot be converted has been refused, without a draft.
         out = draft(config.output, kind, config, {"model": source})
         if isinstance(out, Artifact):
@@ -82,9 +81,8 @@ def run(config: Config) -> program.Summary:
             counts = {"parameters": ranker.parameter_count}
             converted = out.publish(folder_entries(Path(scratch)), counts, run_id=tracked.run_id)
             tracking.finish(tracked, converted)
-    return program.artifact_summary(
-        converted, already_there=False, architecture=ranker.config.architecture
-    )
+    architecture = ranker.config.architecture
+    return program.artifact_summary(converted, already_there=False, architecture=architecture)
 
 
 def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:

@@ -175,12 +175,8 @@ def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
 def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
     rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
     rankers_compared = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
-    limits = (
-        "--max-examples",
-        "500",
-        "--latency-queries",
-        "20",
-    )  # a cross-encoder takes 40 ms each
+    # A cross-encoder takes 40 ms for each question.
+    limits = ("--max-examples", "500", "--latency-queries", "20")
     table = run_stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
                   "--corpus", corpus, *limits, "--json", f"{work}/replies.json")  # fmt: skip
     tables = {"replies": _table_numbers(table)}

@@ -183,8 +183,7 @@ def run(config: Config) -> program.Summary:
         "least_scores": {name: least._asdict() for name, least in least_scores.items()},
     }
     notes = [
-        *_notes(question_set, measure.protocol, config, corpus),
-        *_known_note(known, question_set),
+        *_notes(question_set, measure.protocol, config, corpus, known),
         f"models compute in {precision}",
         *_truncations(asked_artifacts, question_set),
         *(f"{name}: {least}" for name, least in least_scores.items()),
@@ -304,38 +303,35 @@ def _truncations(models: Mapping[str, Artifact], question_set: Questions) -> lis
 
 
 def _notes(
-    question_set: Questions, protocol: Protocol, config: Config, corpus: Artifact
+    question_set: Questions,
+    protocol: Protocol,
+    config: Config,
+    corpus: Artifact,
+    known: KnownContexts,
 ) -> list[str]:
     """What a reader of the table has to know of its questions."""
-    left_out = question_set.left_out
-    notes = [
-        f"{len(question_set):,} of the {len(question_set) + sum(left_out.values()):,} examples of "
-        f"{config.split}/ are asked"
-        + "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
-    ]
+    left_out, asked = question_set.left_out, len(question_set)
+    reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
+    of_all = f"{asked:,} of the {asked + sum(left_out.values()):,} examples"
+    notes = [f"{of_all} of {config.split}/ are asked{reasons}"]
     if protocol.source == "corpus" and config.split != "train":
         trained = train_responses(corpus)
-        known = sum(question_set.texts[place] in trained for place in question_set.right_places())
-        if known > _MANY_KNOWN * len(question_set):
-            notes.append(
-                f"{known:,} of the {len(question_set):,} right answers also stand in train/: their questions "
-                "are new, but the answers are not"
-            )
-    if len(question_set) < _FEW_QUESTIONS:
+        count = sum(question_set.texts[place] in trained for place in question_set.right_places())
+        if count > _MANY_KNOWN * asked:
+            notes.append(f"{count:,} of the {asked:,} right answers also stand in train/: their questions "
+                         "are new, but the answers are not")  # fmt: skip
+    if asked < _FEW_QUESTIONS:
         notes.append(f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are wide")
     if shorter := question_set.shorter_count():
         notes.append(f"questions with fewer than {protocol.candidates:,} candidates: {shorter:,}")
     if protocol.candidates < (full_count := config.rules(corpus).candidates) != protocols.ALL:
-        notes.append(
-            f"{protocol.candidates:,} candidates each, not {full_count:,}: {config.split}/ has no more"
-        )
+        each = f"{protocol.candidates:,} candidates each"
+        notes.append(f"{each}, not {full_count:,}: {config.split}/ has no more")
+    if known:
+        count = sum(text in known for text in question_set.texts)
+        of_all = f"{count:,} of {len(question_set.texts):,} candidates"
+        notes.append(f"{of_all} are found by their contexts in train/, too")
     return notes
-
-
-def _known_note(known: KnownContexts, question_set: Questions) -> list[str]:
-    count = sum(text in known for text in question_set.texts)
-    of_all = f"{count:,} of {len(question_set.texts):,} candidates"
-    return [f"{of_all} are found by their contexts in train/, too"] if known else []
 
 
 def _least_scores(

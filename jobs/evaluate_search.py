@@ -71,15 +71,10 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model", self.model, "one ranker at least")
-        require(
-            bool(self.second_stage) or not self.together,
-            "together",
-            True,
-            "false without second_stage",
-        )
-        require(self.second_stage_documents >= 1, "second_stage_documents",
-                self.second_stage_documents, ">= 1")  # fmt: skip
-        require(self.max_queries >= 1, "max_queries", self.max_queries, ">= 1")
+        has_stage = bool(self.second_stage) or not self.together
+        require(has_stage, "together", True, "false without second_stage")
+        for name in ("second_stage_documents", "max_queries"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
 
 
 @dataclass(frozen=True)
@@ -96,9 +91,9 @@ class Row:
 
 def run(config: Config) -> program.Summary:
     """A row for each model, each pair with a second stage, and BM25; an MLflow run for each model."""
-    models = models_by_name([open_artifact(model_uri(uri), "ranker") for uri in config.model])
-    stages = models_by_name(
-        [open_artifact(model_uri(uri), "ranker") for uri in config.second_stage]
+    models, stages = (
+        models_by_name([open_artifact(model_uri(uri), "ranker") for uri in uris])
+        for uris in (config.model, config.second_stage)
     )
     for _, settings in models.values():
         settings.require_vectors()
@@ -119,9 +114,8 @@ def run(config: Config) -> program.Summary:
         own_rows = [_measure(name, search, collection)]
         for stage_name, stage in second_stages.items():
             for together in (False, True) if config.together else (False,):
-                reranked = _reranked(
-                    search, stage, collection, config.second_stage_documents, together
-                )
+                count = config.second_stage_documents
+                reranked = _reranked(search, stage, collection, count, together)
                 row_name = f"{name} + {stage_name}{', together' if together else ''}"
                 own_rows.append(_measure(row_name, reranked, collection))
         rows += own_rows
@@ -168,9 +162,8 @@ def _measure(name: str, search: Search, collection: Collection) -> Row:
 
 def _write_documents(collection: Collection, config: Config) -> str:
     """A table of the documents, as `embed_pool` reads it."""
-    table = pa.table(
-        {"id": list(collection.documents), "text": list(collection.documents.values())}
-    )
+    documents = collection.documents
+    table = pa.table({"id": list(documents), "text": list(documents.values())})
     file = storage.join(config.work, "documents.parquet")
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
@@ -210,9 +203,8 @@ def _reranked(
     def search_again(query: str) -> dict[str, float]:
         found = search(query)
         first = list(found)[:count]
-        ranked = stage.rank(
-            query, [collection.documents[document] for document in first], top_k=count
-        )
+        texts = [collection.documents[document] for document in first]
+        ranked = stage.rank(query, texts, top_k=count)
         scores = {first[result.index]: result.score for result in ranked}
         if together:
             means = {document: (scores[document] + found[document]) / 2 for document in first}
@@ -230,10 +222,8 @@ def _bm25(collection: Collection) -> Search:
 
     def search(query: str) -> dict[str, float]:
         scores_T = scores_of(query)
-        best = np.argsort(-scores_T, kind="stable")[: DEPTH + 1]
-        return {
-            ids[place]: float(scores_T[place]) for place in best.tolist() if scores_T[place] > 0
-        }
+        best = np.argsort(-scores_T, kind="stable")[: DEPTH + 1].tolist()
+        return {ids[place]: float(scores_T[place]) for place in best if scores_T[place] > 0}
 
     return search
 

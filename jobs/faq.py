@@ -97,10 +97,8 @@ def run(config: Config) -> program.Summary:
     cluster.require_free("127.0.0.1", config.port)
     if config.dry_run:
         return workflow.run(commands)
-    measured = workflow.run(replace(commands, skip=(*training, *_SERVING)))
-    model, comparison = _best_model(
-        [step for step in measured["steps"] if step["job"] == "evaluate"]
-    )
+    measured = workflow.run(replace(commands, skip=(*training, *_SERVING)))["steps"]
+    model, comparison = _best_model([step for step in measured if step["job"] == "evaluate"])
     print(f"\n{comparison}", flush=True)
     served = (*commands.set, f"model={model}")
     return workflow.run(replace(commands, set=served, start_at=_SERVING[0]))
@@ -120,24 +118,18 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
     # served unless it is clearly worse here: by more than chance makes of so few questions.
     lead = (right["untrained"] - right.get("ranker", 0.0)) * asked
     best = "untrained" if "ranker" not in right or lead > math.sqrt(asked) / 2 else "ranker"
-    counts = [
-        f"{'trained' if name == 'ranker' else 'untrained'} {share * asked:.0f}"
-        for name, share in right.items()
-    ]
-    # Without training the questions of train/ are asked, which the pool will know.
-    by = (
-        ""
-        if len(right) > 1
-        else " by the texts of answers alone; the pool will know their questions, too"
-    )
+    called = {"untrained": "untrained", "ranker": "trained"}
+    counts = ", ".join(f"{called[name]} {share * asked:.0f}" for name, share in right.items())
     hint = ""
-    if len(right) > 1:  # scores by the texts of answers alone are not those of the pool
+    if len(right) > 1:
         scores = dict(zip(names, evaluations, strict=True))[best]["least_scores"]
         hint = "".join(f" {str(LeastScore(**score)).capitalize()}." for score in scores.values())
+    else:  # the questions of train/ are asked, which the pool will know; its scores are others, too
+        counts += " by the texts of answers alone; the pool will know their questions, too"
+    other = "; --train false serves the other" if best == "ranker" else ""
     return best, (
-        f"right first, of {asked} questions of the table, among all answers: {', '.join(counts)}{by}. Users "
-        f"who choose other words get fewer. Serves the {'trained' if best == 'ranker' else 'untrained'} one"
-        f"{'; --train false serves the other' if best == 'ranker' else ''}.{hint}"
+        f"right first, of {asked} questions of the table, among all answers: {counts}. Users who choose "
+        f"other words get fewer. Serves the {called[best]} one{other}.{hint}"
     )
 
 
@@ -227,14 +219,12 @@ def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[boo
     if empty:
         print(f"{empty:,} rows lack a question or an answer and are left out", flush=True)
     if several:
-        print(
-            f"{len(several):,} questions have several answers, such as {several[0]!r}", flush=True
-        )
+        shown = f"such as {several[0]!r}"
+        print(f"{len(several):,} questions have several answers, {shown}", flush=True)
     share = rows / max(len(answers), 1)
     pays = rows >= _FEWEST_ROWS and share >= _PAYS_FROM
-    counts = (
-        f"{rows:,} rows have {len(answers):,} answers, {int(10 * share) / 10} questions for each"
-    )
+    for_each = f"{int(10 * share) / 10} questions for each"
+    counts = f"{rows:,} rows have {len(answers):,} answers, {for_each}"
     if config.train is not None:
         return config.train, f"{counts}; --train {str(config.train).lower()} decides"
     rule = f"training pays from {_PAYS_FROM:.0f} on, with {_FEWEST_ROWS} rows or more"
@@ -254,9 +244,8 @@ def _require_same_table(
     input_names = pairs.input_names(files, table)
     if fingerprints.raw_fingerprint(files, input_name=input_names) == made_from:
         return
-    steps = workflow.read_steps(
-        commands.file, (*commands.set, f"model={_served_model(config.work)}")
-    )
+    settings = (*commands.set, f"model={_served_model(config.work)}")
+    steps = workflow.read_steps(commands.file, settings)
     (pool,) = (step for step in steps if step.name == "pool")
     raise BadInput(
         f"{config.table}: not as it was when {corpus} was made. To embed its new answers without training: "

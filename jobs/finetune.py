@@ -21,6 +21,8 @@ from pipeline.models.settings import (
 from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
 from pipeline.training.settings import FinetuneConfig, LoopConfig, Workers
 
+Reference = Mapping[str, Any]
+"""To an input, as the manifest has it."""
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
 
@@ -129,10 +131,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         )  # fmt: skip
         tracking.finish(tracked, ranker, delivered=trained.delivered)
     _register(config, ranker)
-    validation = {"asked": question_count, "left_out": left_out}
-    return program.artifact_summary(
-        ranker, already_there=False, metrics=metrics, validation=validation
-    )
+    details = {"metrics": metrics, "validation": {"asked": question_count, "left_out": left_out}}
+    return program.artifact_summary(ranker, already_there=False, **details)
 
 
 def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
@@ -143,11 +143,8 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
                        "a transformers directory or a hub id), or --ranker.architecture convert, which "
                        "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
     needs_one = not (config.ranker.has_two_towers or config.ranker.starts_from_tokenizer)
-    if (
-        reference.get("kind") == "ranker"
-        and needs_one
-        and read_settings(config.encoder).has_two_towers
-    ):
+    of_ranker = needs_one and reference.get("kind") == "ranker"
+    if of_ranker and read_settings(config.encoder).has_two_towers:
         raise BadInput(f"--encoder {config.encoder}: has an encoder for contexts and another one for "
                        "candidates, and the new ranker has one for both; allowed: a ranker trained with "
                        f"--ranker.share-towers true, or one encoder of this one, such as {config.encoder}"
@@ -179,9 +176,7 @@ def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) 
     return replace(ranker, context_prompt=prompts.context, candidate_prompt=prompts.candidate)
 
 
-def _say_what_is_left_out(
-    ranker: RankerConfig, source: Source, reference: Mapping[str, Any]
-) -> None:
+def _say_what_is_left_out(ranker: RankerConfig, source: Source, reference: Reference) -> None:
     """Prints where a ranker makes vectors in another way than the published encoder that it starts from."""
     if reference.get("kind") != "external" or not isinstance(ranker, DualConfig):
         return
@@ -190,10 +185,8 @@ def _say_what_is_left_out(
         print(f"the encoder was trained with the reduction {reduction!r}, this ranker has "
               f"--ranker.reduction {ranker.reduction}", flush=True)  # fmt: skip
     if "Dense" in modules:
-        print(
-            "the encoder's Dense layer is left out; jobs.convert_model keeps it, without training",
-            flush=True,
-        )
+        print("the encoder's Dense layer is left out; jobs.convert_model keeps it, without training",
+              flush=True)  # fmt: skip
 
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:
@@ -211,10 +204,8 @@ def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) 
 
 def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
     """Raises BadInput where nothing is left to train."""
-    task = config.finetune
-    name, value = (
-        ("max_steps", task.max_steps) if 0 < task.max_steps == steps else ("epochs", task.epochs)
-    )
+    name = "max_steps" if 0 < config.finetune.max_steps == steps else "epochs"
+    value = getattr(config.finetune, name)
     require(steps > steps_done, f"finetune.{name}", value,
             f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip
 

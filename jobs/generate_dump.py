@@ -31,14 +31,11 @@ def run(config: Config) -> program.Summary:
     with cluster.session(for_tasks=True):
         written_files = dump_generator.generate(options, folder)
     files = storage.list_files(folder)
+    counts = {"comments": config.comments, "files": len(files), "files.written": written_files}
     return {
         "output": folder,
         "already_done": written_files == 0,
-        "counts": {
-            "comments": config.comments,
-            "files": len(files),
-            "files.written": written_files,
-        },
+        "counts": counts,
         "bytes": sum(map(storage.size_of, files)),
         "seconds": round(time.time() - began, 1),
     }

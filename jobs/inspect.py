@@ -39,12 +39,8 @@ class Config:
     """Seed of the draw; another seed shows other examples."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.corpus) != bool(self.pool),
-            "corpus, pool",
-            (self.corpus, self.pool),
-            "one of both",
-        )
+        is_one = bool(self.corpus) != bool(self.pool)
+        require(is_one, "corpus, pool", (self.corpus, self.pool), "one of both")
         for name in ("sample_rows", "examples", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
 
@@ -71,7 +67,7 @@ def _inspect_corpus(config: Config) -> program.Summary:
         "rows": corpus_survey.rows,
         "sampled": corpus_survey.sampled,
         "median": {
-            name: float(np.median(values)) for name, values in corpus_survey.lengths.items()
+            name: float(np.median(counts)) for name, counts in corpus_survey.lengths.items()
         },
         "repeated_share": {name: repeats.share for name, repeats in corpus_survey.repeats.items()},
         "dropped": corpus_survey.dropped,

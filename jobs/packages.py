@@ -15,16 +15,14 @@ _SAME_TIME = (1980, 1, 1, 0, 0, 0)  # in every archive, so that equal code has e
 
 def files() -> dict[str, Path]:
     """The files of the packages by their path, without pages, pictures and results of benchmarks."""
-    file_of_path = {
-        file.relative_to(ROOT).as_posix(): file
-        for package in _PACKAGES
-        for file in sorted((ROOT / package).rglob("*"))
-        if file.is_file() and "__pycache__" not in file.parts
-    }
+    all_files = (file for package in _PACKAGES for file in sorted((ROOT / package).rglob("*")))
     return {
-        path: file
-        for path, file in file_of_path.items()
-        if file.suffix not in _NO_CODE and not path.startswith(_RESULTS)
+        file.relative_to(ROOT).as_posix(): file
+        for file in all_files
+        if file.is_file()
+        and file.suffix not in _NO_CODE
+        and "__pycache__" not in file.parts
+        and not file.is_relative_to(ROOT / _RESULTS)
     }
 
 
@@ -33,7 +31,6 @@ def archive() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
         for name, file in files().items():
-            zipped.writestr(
-                zipfile.ZipInfo(name, _SAME_TIME), file.read_bytes(), zipfile.ZIP_DEFLATED
-            )
+            entry = zipfile.ZipInfo(name, _SAME_TIME)
+            zipped.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

@@ -35,7 +35,7 @@ from pipeline.options.unread import read_when
 from pipeline.storage import fingerprints
 
 
-def _read_by(format_name: str) -> Mapping[str, Any]:
+def _for(format_name: str) -> Mapping[str, Any]:
     """The metadata of options that no other format reads."""
     return read_when({"format": (format_name,)})
 
@@ -75,35 +75,31 @@ class Config:
     """Print sizes, tasks, requests and hours, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """How much damage in the input is tolerated."""
-    reddit: reddit.Options = field(default_factory=reddit.Options, metadata=_read_by("reddit"))
+    reddit: reddit.Options = field(default_factory=reddit.Options, metadata=_for("reddit"))
     """Rules for reddit."""
-    convai2: convai2.Options = field(default_factory=convai2.Options, metadata=_read_by("convai2"))
+    convai2: convai2.Options = field(default_factory=convai2.Options, metadata=_for("convai2"))
     """Options for convai2."""
-    dstc7: dstc7.Options = field(default_factory=dstc7.Options, metadata=_read_by("dstc7"))
+    dstc7: dstc7.Options = field(default_factory=dstc7.Options, metadata=_for("dstc7"))
     """Options for dstc7."""
-    ubuntu: ubuntu.Options = field(default_factory=ubuntu.Options, metadata=_read_by("ubuntu"))
+    ubuntu: ubuntu.Options = field(default_factory=ubuntu.Options, metadata=_for("ubuntu"))
     """Options for ubuntu."""
     wikipedia: wikipedia.Options = field(
-        default_factory=wikipedia.Options, metadata=_read_by("wikipedia")
+        default_factory=wikipedia.Options, metadata=_for("wikipedia")
     )
     """Options for wikipedia."""
     starspace: starspace.Options = field(
-        default_factory=starspace.Options, metadata=_read_by("starspace")
+        default_factory=starspace.Options, metadata=_for("starspace")
     )
     """Options for starspace."""
-    amazonqa: amazonqa.Options = field(
-        default_factory=amazonqa.Options, metadata=_read_by("amazonqa")
-    )
+    amazonqa: amazonqa.Options = field(default_factory=amazonqa.Options, metadata=_for("amazonqa"))
     """Rules for amazonqa."""
     opensubtitles: opensubtitles.Options = field(
-        default_factory=opensubtitles.Options, metadata=_read_by("opensubtitles")
+        default_factory=opensubtitles.Options, metadata=_for("opensubtitles")
     )
     """Rules for opensubtitles."""
-    banking77: intents.Options = field(
-        default_factory=intents.Options, metadata=_read_by("banking77")
-    )
+    banking77: intents.Options = field(default_factory=intents.Options, metadata=_for("banking77"))
     """Rules for banking77."""
-    pairs: pairs.Options = field(default_factory=pairs.Options, metadata=_read_by("pairs"))
+    pairs: pairs.Options = field(default_factory=pairs.Options, metadata=_for("pairs"))
     """Columns and splits of pairs."""
 
     def __post_init__(self) -> None:
@@ -147,9 +143,8 @@ def run(config: Config) -> program.Summary:
     if config.dry_run:
         return cost.show("prepare_corpus", _estimate(config, files))
     fingerprint = fingerprints.raw_fingerprint(files, input_name=_input_names(config, files))
-    inputs: dict[str, Any] = {
-        "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
-    }
+    raw_input = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
+    inputs: dict[str, Any] = {"input": raw_input}
     key = ""
     if config.needs_author_key:
         key = author_key(config.output)
@@ -177,13 +172,10 @@ def run(config: Config) -> program.Summary:
         sizes = published_counts.compare(config.format, files, records)
         published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.notes]
+        files_made = [file for record in records for file in record.files]
+        dropped = sum_counts(record.dropped for record in records)
         corpus = out.publish(
-            [file for record in records for file in record.files],
-            counts,
-            sum_counts(record.dropped for record in records),
-            tracked.run_id,
-            notes=notes,
-            published=sizes,
+            files_made, counts, dropped, tracked.run_id, notes=notes, published=sizes
         )
         tracking.finish(tracked, corpus)
     for line in [*notes, *published_counts.differences(sizes)]:

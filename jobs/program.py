@@ -87,8 +87,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         _print_summary({"job": name, "exit_code": 1, "error": text})
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
-        message = f"runs and curves: mlflow ui --backend-store-uri {store}"
-        say(message, sys.stderr)
+        say(f"runs and curves: mlflow ui --backend-store-uri {store}", sys.stderr)
     if not _print_summary({"job": name, **summary}):
         sys.exit(SIGPIPE)
 
@@ -129,10 +128,9 @@ def in_words(summary: Summary) -> str:
     done = "already done" if summary.get("already_done") else "done"
     seconds = f" in {summary['seconds']:,} s" if "seconds" in summary and done == "done" else ""
     output = f": {summary['output']}" if summary.get("output") else ""
-    counted = [
-        f"{n:,} {name}" for name, n in (summary.get("counts") or {}).items() if "." not in name
-    ]
-    counts = f" ({', '.join(counted)})" if counted else ""
+    numbers = (summary.get("counts") or {}).items()
+    counted = ", ".join(f"{number:,} {name}" for name, number in numbers if "." not in name)
+    counts = f" ({counted})" if counted else ""
     return f"{summary['job']}: {done}{seconds}{output}{counts}"
 
 
@@ -162,9 +160,8 @@ def _reader_has_left() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), stream.fileno()
-    )  # Python flushes once more at its end
+    # Python flushes once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _leave_folder_of_ray() -> None:

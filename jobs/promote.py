@@ -68,36 +68,21 @@ class Config:
     """Compare and print what would move."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.pools) == bool(self.name), "name", self.name, "set exactly if pools is set"
-        )
-        require(
-            bool(self.pools or self.registered_model),
-            "registered_model",
-            self.registered_model,
-            "a model, or pools and name",
-        )
-        require(
-            not (self.version and self.rollback), "version", self.version, "empty with rollback"
-        )
-        require(
-            not (self.pin or self.unpin) or bool(self.pools),
-            "pin",
-            True,
-            "only with pools and name",
-        )
-        require(not (self.unpin and (self.pin or self.rollback)), "unpin", True,
-                "false with pin and rollback")  # fmt: skip
-        require(
-            not self.corpus or bool(self.registered_model),
-            "corpus",
-            self.corpus,
-            "empty without a model",
-        )
+        model, is_set = self.registered_model, bool(self.pools)
+        require(is_set == bool(self.name), "name", self.name, "set exactly if pools is set")
+        require(is_set or bool(model), "registered_model", model, "a model, or pools and name")
+        is_one = not (self.version and self.rollback)
+        require(is_one, "version", self.version, "empty with rollback")
+        has_pool = is_set or not (self.pin or self.unpin)
+        require(has_pool, "pin", True, "only with pools and name")
+        unpins_alone = not (self.unpin and (self.pin or self.rollback))
+        require(unpins_alone, "unpin", True, "false with pin and rollback")
+        has_model = bool(model) or not self.corpus
+        require(has_model, "corpus", self.corpus, "empty without a model")
         require(-1 <= self.min_difference <= 1, "min_difference", self.min_difference, "-1 to 1")
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
-        if self.registered_model:
-            registry.require_name("registered_model", self.registered_model)
+        if model:
+            registry.require_name("registered_model", model)
             registry.require_alias("alias", self.alias)
 
 
@@ -120,9 +105,8 @@ def _lock_pool(config: Config) -> Iterator[Lock | None]:
         yield None
         return
     if not versions.current_name(config.pools, config.name):  # a lock would make the folder
-        raise BadInput(
-            f"pool {config.name}: {config.pools} has no such pool, or no CURRENT version"
-        )
+        raise BadInput(f"pool {config.name}: {config.pools} has no such pool, or no CURRENT "
+                       "version")  # fmt: skip
     if config.dry_run or config.rollback or _only_pins(config):
         yield None
         return
@@ -149,17 +133,14 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
                                 "before": version_before}  # fmt: skip
     pool = _version_of_model(config, candidate) if config.pools else ""
+    name = config.registered_model
     if config.corpus and not version_before:
-        print(
-            f"model {config.registered_model}: it has no {config.alias} yet, so nothing is compared"
-        )
-    if config.corpus and version_before and version_before != version:
-        _, source = tracking.registered_version(config.registered_model, version_before)
+        print(f"model {name}: it has no {config.alias} yet, so nothing is compared")
+    elif config.corpus and version_before != version:
+        _, source = tracking.registered_version(name, version_before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
-    recorded = (
-        nullcontext() if config.dry_run else tracking.start_promotion(candidate, to_dict(config))
-    )
-    with recorded as run:
+    promotion_run = tracking.start_promotion(candidate, to_dict(config))
+    with nullcontext() if config.dry_run else promotion_run as run:
         if config.pools:
             summary["pool"] = _move_pool(config, pool, lock)
         if not config.dry_run:
@@ -175,18 +156,12 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
 
     if candidate.fingerprint == champion.fingerprint:
         return {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0}
-    evaluation = evaluate.run(
-        evaluate.Config(
-            model=(candidate.uri, champion.uri),
-            corpus=config.corpus,
-            split=config.split,
-            protocol=config.protocol,
-            slow=True,
-            max_examples=config.max_examples,
-            baselines=False,
-            latency_queries=0,
-        )
-    )
+    asked = evaluate.Config(
+        model=(candidate.uri, champion.uri), corpus=config.corpus, split=config.split,
+        protocol=config.protocol, max_examples=config.max_examples, slow=True, baselines=False,
+        latency_queries=0,
+    )  # fmt: skip
+    evaluation = evaluate.run(asked)
     (pair,) = evaluation["comparisons"]
     low, high = pair["interval"]
     comparison = {
@@ -223,10 +198,8 @@ def _pool_version(config: Config) -> str:
     if config.rollback or config.version == "previous":
         return promotion.version_before(config.pools, config.name)
     if not config.version and not (config.pin or config.unpin):
-        version_names = promotion.versions_by_age(config.pools, config.name)
-        names = ", ".join(
-            f"{name} (CURRENT)" if name == current else name for name in version_names
-        )
+        by_age = promotion.versions_by_age(config.pools, config.name)
+        names = ", ".join(f"{name} (CURRENT)" if name == current else name for name in by_age)
         raise BadInput("version: '' is not allowed; allowed: --rollback, or one of the pool's versions, "
                        f"newest first: {names}")  # fmt: skip
     return config.version or current

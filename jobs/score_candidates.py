@@ -41,10 +41,8 @@ def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     require(bool(config.teacher), "teacher", "none", "one ranker or more")
     teachers = [open_artifact(uri, "ranker") for uri in config.teacher]
-    fingerprints = [teacher.fingerprint for teacher in teachers]
-    require(
-        len(set(fingerprints)) == len(fingerprints), "teacher", config.teacher, "each ranker once"
-    )
+    differ = len({teacher.fingerprint for teacher in teachers}) == len(teachers)
+    require(differ, "teacher", config.teacher, "each ranker once")
 
     from pipeline import tracking
     from pipeline.training import teaching

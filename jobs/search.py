@@ -90,9 +90,7 @@ def run(config: Config) -> program.Summary:
         inference.prepare(cross, torch.device(config.device), config.precision)
     row_mask = _row_mask(config, pool)
     count = config.cross_candidates if cross else config.top_k
-    for _ in range(
-        2
-    ):  # the first time maps pages and allocates; the second is what a service takes
+    for _ in range(2):  # the first maps pages and allocates; the second is what a service takes
         clock = [time.perf_counter()]
         vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
         clock.append(time.perf_counter())
@@ -100,7 +98,6 @@ def run(config: Config) -> program.Summary:
             pool, vectors_1MD, count, mask_1M, attention, config.method, row_mask, config.certify
         )
         clock.append(time.perf_counter())
-    column_names = pool.filter_columns
     results = []
     for place, score in zip(hits.places[0].tolist(), hits.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
@@ -110,7 +107,7 @@ def run(config: Config) -> program.Summary:
                 "id": row.id,
                 "score": score,
                 "text": row.text,
-                "columns": pool.columns_at(place, column_names),
+                "columns": pool.columns_at(place, pool.filter_columns),
                 "vectors": _heaviest(weights),
             }
         )
@@ -166,11 +163,8 @@ def _row_mask(config: Config, pool: Pool) -> Any:
 def _heaviest(weights_M: Floats) -> dict[str, float]:
     """The vectors that carried most of a score, by their number, and their shares."""
     heaviest = (-weights_M).argsort(kind="stable")[:_SHOWN_VECTORS].tolist()
-    return {
-        str(number): round(float(weights_M[number]), 3)
-        for number in heaviest
-        if weights_M[number] > 0
-    }
+    shares = {str(number): float(weights_M[number]) for number in heaviest}
+    return {number: round(share, 3) for number, share in shares.items() if share > 0}
 
 
 def _milliseconds(clock: list[float], step: int) -> float:

@@ -90,16 +90,12 @@ def _arguments(config: Config) -> Any:
         problem = error.errors()[0]
         name = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            nearest = difflib.get_close_matches(name, Args.model_fields, n=1)
-            hint = (
-                f"did you mean {nearest[0]}?"
-                if nearest
-                else f"allowed: {', '.join(Args.model_fields)}"
-            )
+            hint = f"allowed: {', '.join(Args.model_fields)}"
+            if nearest := difflib.get_close_matches(name, Args.model_fields, n=1):
+                hint = f"did you mean {nearest[0]}?"
             raise BadInput(f"arguments: {name} is unknown; {hint}") from None
-        raise BadInput(
-            f"arguments: {name}: {problem['input']!r} is not allowed; {problem['msg']}"
-        ) from None
+        value = f"{problem['input']!r} is not allowed"
+        raise BadInput(f"arguments: {name}: {value}; {problem['msg']}") from None
 
 
 if __name__ == "__main__":

@@ -124,8 +124,7 @@ def run(config: Config) -> program.Summary:
             return {**summary, "submitted": True, "status": end.status}
         command = program.command_of_verb.format("submit")
         died = f", its process died (exit code {end.code}, start {start} of {_MAX_STARTS})"
-        text = f"{command}: {job_id}: {end.status}{died if end.has_died else ''}"
-        print(text, file=sys.stderr, flush=True)
+        _say(f"{command}: {job_id}: {end.status}{died if end.has_died else ''}")
         if not end.has_died:
             sys.exit(end.code or 1)
     sys.exit(1)
@@ -209,15 +208,14 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise BadInput(f"--env {name}: no such variable in this environment")
-    variables = {
-        name: os.environ[name] for name in (*_PASSED_VARIABLES, *names) if os.environ.get(name)
-    }
+    passed = (*_PASSED_VARIABLES, *names)
+    variables = {name: os.environ[name] for name in passed if os.environ.get(name)}
     uri = variables.get("MLFLOW_TRACKING_URI", "")
     if not uri or uri.startswith(("sqlite:", "file:", "/", ".")):
         variables.pop("MLFLOW_TRACKING_URI", None)
         reason = f"{uri} is a file of this machine" if uri else "is not set"
-        print(f"MLFLOW_TRACKING_URI {reason}: the job logs to a file in its folder, which the cluster "
-              "removes; start a server to keep its runs", file=sys.stderr)  # fmt: skip
+        _say(f"MLFLOW_TRACKING_URI {reason}: the job logs to a file in its folder, which the cluster "
+             "removes; start a server to keep its runs")  # fmt: skip
     if revision := git_revision():
         variables["POLYRANK_GIT_REVISION"] = revision
     return variables
@@ -226,6 +224,7 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
 def _connect(address: str) -> Any:
     """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+
     client, cluster_version = dashboard.connect(
         lambda url: (_job_client(url), dashboard.ray_version(url)), url
     )
@@ -253,7 +252,7 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
         number += 1
         job_id = f"{name}-{number}"
     if number > 1:
-        print(f"{job_id} resumes {name}", file=sys.stderr, flush=True)
+        _say(f"{job_id} resumes {name}")
     with tempfile.TemporaryDirectory() as folder:
         for path, file in parcel.files.items():
             target = Path(folder) / path
@@ -273,8 +272,12 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
                 if _NO_AGENT not in str(error) or time.monotonic() > deadline:
                     raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
             time.sleep(1)
-    print(f"{job_id} is submitted", file=sys.stderr, flush=True)
+    _say(f"{job_id} is submitted")
     return job_id
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _follow(client: Any, name: str, verb: str) -> _End:
@@ -287,10 +290,10 @@ def _follow(client: Any, name: str, verb: str) -> _End:
     try:
         info, output = _wait(client, name, log)
     except KeyboardInterrupt:
-        print(f"\n{name} goes on; `ray job stop {name}` ends it", file=sys.stderr, flush=True)
+        _say(f"\n{name} goes on; `ray job stop {name}` ends it")
         sys.exit(130)
     if info.status.value == "FAILED" and info.driver_exit_code is None:
-        print(info.message, file=sys.stderr, flush=True)
+        _say(info.message)
     code = info.driver_exit_code
     said = code is not None and program.said_by_job(output, verb, code)
     return _End(str(info.status.value), code, said)
@@ -332,8 +335,7 @@ def _wait(client: Any, name: str, log: _Log) -> tuple[Any, str]:
                 ) from None
         attempts += 1
         if attempts == 1:
-            line = f"the connection to {name} is lost ({reason}); connecting again"
-            print(line, file=sys.stderr, flush=True)
+            _say(f"the connection to {name} is lost ({reason}); connecting again")
         time.sleep(min(_LONGEST_PAUSE_S, 2.0 ** (attempts - 1)))
 
 

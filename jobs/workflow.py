@@ -108,15 +108,10 @@ def run(config: Config) -> program.Summary:
         if step.name in skipped:
             continue
         print(f"\n== {number}/{len(steps)} {step.name}: {shlex.join(step.command)}", flush=True)
-        summaries.append(
-            _estimate(step, first=not summaries) if config.dry_run else _run_step(config, step)
-        )
-    return {
-        "workflow": config.file,
-        "dry_run": config.dry_run,
-        "skipped": skipped,
-        "steps": summaries,
-    }
+        is_first = not summaries
+        summaries.append(_estimate(step, is_first) if config.dry_run else _run_step(step))
+    about = {"workflow": config.file, "dry_run": config.dry_run}
+    return {**about, "skipped": skipped, "steps": summaries}
 
 
 def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
@@ -152,9 +147,8 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
 
 
 def _variables(file: str, declared: Any, settings: tuple[str, ...]) -> dict[str, str]:
-    require(
-        isinstance(declared, dict), f"{file}: variables", _shortened(declared), "names with values"
-    )
+    is_mapping = isinstance(declared, dict)
+    require(is_mapping, f"{file}: variables", _shortened(declared), "names with values")
     values: dict[str, Any] = dict(declared)
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -182,10 +176,8 @@ def _replace(text: str, values: Mapping[str, str], place: str) -> str:
 def check(step: Step) -> None:
     """Raises BadInput for a command that cannot start. Called before any step runs."""
     if not step.verb:
-        program_path = shutil.which(step.command[0], path=_environment()["PATH"])
-        require(
-            program_path is not None, f"steps.{step.name}", step.command[0], "an installed program"
-        )
+        is_installed = shutil.which(step.command[0], path=_environment()["PATH"]) is not None
+        require(is_installed, f"steps.{step.name}", step.command[0], "an installed program")
         return
     require(step.verb in VERBS, f"steps.{step.name}", step.verb, "a job, such as finetune")
     try:
@@ -204,7 +196,7 @@ def _check_environment(step: Step) -> None:
             raise BadInput(f"steps.{step.name}: {error}") from None
 
 
-def _run_step(config: Config, step: Step) -> dict[str, Any]:
+def _run_step(step: Step) -> dict[str, Any]:
     """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails."""
     began = time.monotonic()
     for start in range(1, _MAX_STARTS + 1):
@@ -212,20 +204,13 @@ def _run_step(config: Config, step: Step) -> dict[str, Any]:
         said = not step.verb or program.said_by_job(last_line, step.verb, code)
         if not code or said or code in _ENDED_BY_SOMEBODY:
             break
-        times = f"start {start} of {_MAX_STARTS}"
-        print(
-            f"step {step.name}: its process died (exit code {code}, {times})",
-            file=sys.stderr,
-            flush=True,
-        )
+        died = f"its process died (exit code {code}, start {start} of {_MAX_STARTS})"
+        print(f"step {step.name}: {died}", file=sys.stderr, flush=True)
     if code:
         message = f"step {step.name} failed (exit code {code}); the same command continues there"
         raise BadInput(message) if code == 2 and said and step.verb else Stopped(message)
-    return {
-        "step": step.name,
-        "seconds": round(time.monotonic() - began, 1),
-        **program.summary_in(last_line),
-    }
+    seconds = round(time.monotonic() - began, 1)
+    return {"step": step.name, "seconds": seconds, **program.summary_in(last_line)}
 
 
 def _estimate(step: Step, first: bool) -> dict[str, Any]:
@@ -254,15 +239,11 @@ def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple
     if command[0] == "polyrank":
         command = (*_JOBS, "jobs", *command[1:])
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
+    errors = subprocess.DEVNULL if hides_failure else None
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
     with (
         _forward_sigterm() as children,
-        subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if hides_failure else None,
-            text=True,
-            env=_environment(),
-        ) as process,
+        subprocess.Popen(words, env=_environment(), **streams) as process,
     ):
         assert process.stdout
         children.append(process)
@@ -285,11 +266,9 @@ def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple
 
 def _pass_on(line: str) -> None:
     summary = program.summary_in(line)
-    print(
-        f"{program.in_words(summary)}\n" if summary and sys.stdout.isatty() else line,
-        end="",
-        flush=True,
-    )
+    if summary and sys.stdout.isatty():
+        line = f"{program.in_words(summary)}\n"
+    print(line, end="", flush=True)
 
 
 def _environment() -> dict[str, str]:

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs import finetune
-from pipeline import storage
-from pipeline.artifact import folder_entries, open_artifact
-from pipeline.engine.draft import draft
+from pipeline.artifact import open_artifact
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
@@ -195,31 +192,6 @@ def test_bad_usage_is_refused_before_anything_is_written(
 
 
 # Failures and kills
-
-
-def with_nan(model: Path, folder: Path) -> str:
-    """A published copy of a ranker with a weight that is not a number; its URI."""
-    ranker = load_ranker(model)
-    with torch.no_grad():
-        next(ranker.dual.candidate_encoder.parameters()).fill_(torch.nan)
-    ranker.save(folder / "files")
-    config = finetune.Config(corpus="", encoder="", output=f"{folder}/nan", ranker=ranker.config)
-    out = draft(config.output, "ranker", config, {})
-    storage.upload(folder / "files", out.staging)
-    return out.publish(folder_entries(folder / "files"), {}).uri
-
-
-def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
-    embed, texts, tiny_ranker, tmp_path
-):
-    good = embed(texts).summary
-    stopped = embed(texts, model=with_nan(tiny_ranker("poly").local(), tmp_path))
-    assert stopped.code == 1 and "vectors that are not finite" in stopped.stderr
-    assert current(tmp_path / "pools") == good["version"]
-    (failed,) = set(versions(tmp_path / "pools")) - {good["version"]}
-    assert failed.endswith(".partial")
-    run = mlflow.search_runs(experiment_names=["polyrank"], max_results=1).iloc[0]
-    assert (run["tags.job"], run["status"]) == ("embed_pool", "FAILED")
 
 
 def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_corpus):

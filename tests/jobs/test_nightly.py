@@ -100,15 +100,6 @@ def test_the_same_rows_in_another_file_leave_nothing_to_do(
     assert versions(pools) == [current(pools)] == [first["version"]]
 
 
-def test_the_version_before_that_cannot_be_opened_is_not_copied(night, first_night, pools):
-    first = first_night()
-    rows = next(Path(first["output"]).glob("rows/*"))
-    rows.write_bytes(rows.read_bytes()[:-1])
-    finished = night(changed(FIRST))
-    assert "nothing is copied, as its CURRENT version cannot be opened" in finished.stdout
-    assert embedded(finished.summary) == 29
-
-
 def test_rows_that_the_model_sets_aside_every_night_are_nothing_to_do(
     night, pools, tiny_ranker, monkeypatch
 ):
