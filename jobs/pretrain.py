@@ -116,8 +116,10 @@ def run(config: Config) -> program.Summary:
         picture = launch.draw_curves(tracked.histories(launch.CURVES), out.uri)
         tracked.attach({"curves.png": picture})
         files.append(out.write_file("curves.png", picture))
-        facts = {"metrics": trained.metrics, "precision": trained.precision}
-        encoder = out.publish(files, counts, run_id=tracked.run_id, **facts)
+        metrics, precision = trained.metrics, trained.precision
+        encoder = out.publish(
+            files, counts, run_id=tracked.run_id, metrics=metrics, precision=precision
+        )
         tracking.finish(tracked, encoder, delivered=trained.delivered)
     return program.artifact_summary(encoder, already_there=False, metrics=trained.metrics)
 
@@ -165,8 +167,10 @@ def _open_tokens(config: Config, number: int, corpus: Artifact) -> Artifact:
         max_context_tokens=config.pretrain.max_context_tokens - 2,
         max_response_tokens=config.pretrain.max_response_tokens - 2,
     )
-    place = {"corpus": corpus.uri, "tokenizer": tokenizer, "output": output}
-    tokenize_corpus.run(tokenize_corpus.Config(**place, tokenize=limits))
+    job = tokenize_corpus.Config(
+        corpus=corpus.uri, tokenizer=tokenizer, output=output, tokenize=limits
+    )
+    tokenize_corpus.run(job)
     return open_artifact(output, TOKENS)
 
 

@@ -149,7 +149,7 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
     detail = {"note": f"{about}, by {by} on {device.type}."}
     flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
-    shares = [flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch")]
+    ours, plain = (flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch"))
     peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {detail['note']}"
 
     def over_read(row: str, name: str, **more: Any) -> BenchmarkRow:
@@ -162,7 +162,7 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
     return [
         over_read("gpu.search.10m_time_over_read_floor", "one", floor=1.0,
                   share_of_floor=ms["read"] / ms["one"]),
-        BenchmarkRow.beside(name, *shares, "of the peak of bf16", peak_note, floor=1.0),
+        BenchmarkRow.beside(name, ours, plain, "of the peak of bf16", peak_note, floor=1.0),
         over_read("gpu.search.10m_bi_time_over_read_floor", "bi"),
     ]  # fmt: skip
 
@@ -263,9 +263,11 @@ def measure_packing(device: torch.device, scale: Scale) -> BenchmarkRow:
     count = max(4, scale.micro_batch_tokens[0] // 256)
     lengths = tuple(torch.randint(8, scale.shape.positions + 1, (count,), generator=draw).tolist())
     plain = replace(scale, shape=replace(scale.shape, dropout=0.0))
-    mfus = [training_rate(lengths, device, plain, packs=packs)["mfu"] for packs in (True, False)]
+    packed, padded = (
+        training_rate(lengths, device, plain, packs=packs)["mfu"] for packs in (True, False)
+    )
     note = f"{count} texts of 8 to {scale.shape.positions} tokens, on {device.type}."
-    return BenchmarkRow.beside("gpu.pretrain.packed_over_padded", *mfus, "MFU", note)
+    return BenchmarkRow.beside("gpu.pretrain.packed_over_padded", packed, padded, "MFU", note)
 
 
 def training_rate(

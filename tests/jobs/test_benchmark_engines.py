@@ -69,10 +69,8 @@ def test_work_that_waits_takes_less_time_on_four_nodes(tiny_ranker, tmp_path, mo
     )
     config = SimpleNamespace(size="small", model=model.uri)
     _, *rows = cluster.measure(config, tmp_path)
-    assert [row.row for row in rows] == [
-        "cluster.reddit.speedup_4_nodes",
-        "cluster.embed.speedup_4_nodes",
-    ]
+    names = ["cluster.reddit.speedup_4_nodes", "cluster.embed.speedup_4_nodes"]
+    assert [row.row for row in rows] == names
     for row in rows:
         assert row.ours > 1, row.detail
         assert len(list(tmp_path.glob(f"{row.row.split('.')[1]}-*"))) == 2

@@ -265,10 +265,8 @@ def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
 
 def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here, tmp_path):
     done = run_job_here("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
-    assert (
-        "part: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
-        in done.refusal
-    )
+    refusal = "part: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune"
+    assert refusal in done.refusal
 
 
 def test_a_reason_is_one_line():

@@ -110,10 +110,8 @@ def test_the_manifest_and_the_run_tell_the_whole_ancestry(run_job_here, reddit_c
     assert run.data.tags["job"] == "clean_corpus"
     assert run.data.tags["input.corpus.fingerprint"] == reddit_corpus.fingerprint
     assert run.data.metrics["count.examples"] == cleaned.counts["examples"]
-    schemas = [
-        pq.read_schema(corpus.files("train/")[0]) for corpus in (reddit_corpus, cleaned)
-    ]  # fmt: skip
-    assert schemas[0] == schemas[1] and "subreddit" in schemas[0].names
+    before, after = (pq.read_schema(one.files("train/")[0]) for one in (reddit_corpus, cleaned))
+    assert before == after and "subreddit" in before.names
 
 
 def test_a_job_that_ends_halfway_goes_on_where_it_was(
@@ -167,12 +165,9 @@ def test_real_dialogues(run_job_here, real_data, tmp_path):
         real_data / "convai2" / "derived" / "train_self_original_no_cands.txt",
         real_data / "convai2" / "original" / "valid_self_original_no_cands.first500.txt",
     ]
-    run_job_here(
-        "prepare_corpus", "--corpus", "convai2", "--input", *files, "--output", tmp_path / "in"
-    )  # fmt: skip
-    summary = run_job_here(
-        "clean_corpus", "--corpus", tmp_path / "in", "--output", tmp_path / "out"
-    ).summary  # fmt: skip
+    made, cleaned = tmp_path / "in", tmp_path / "out"
+    run_job_here("prepare_corpus", "--corpus", "convai2", "--input", *files, "--output", made)
+    summary = run_job_here("clean_corpus", "--corpus", made, "--output", cleaned).summary
     assert summary["counts"]["records"] == 11_223
     assert summary["dropped"] == {"13 words of valid": 24, "near duplicate": 7}
 
@@ -182,12 +177,9 @@ def test_the_fixed_others_of_an_article_search_come_along(run_job_here, sample_f
             "--wikipedia.task", "search", "--wikipedia.others", 20,
             "--output", tmp_path / "articles")  # fmt: skip
     run_job_here("inspect", "--corpus", tmp_path / "articles", "--html", tmp_path / "page.html")
-    done = run_job_here(
-        "clean_corpus", "--corpus", tmp_path / "articles", "--output", tmp_path / "clean"
-    )
-    before, after = (
-        open_artifact(str(tmp_path / name), "corpus") for name in ("articles", "clean")
-    )
+    made, cleaned = tmp_path / "articles", tmp_path / "clean"
+    done = run_job_here("clean_corpus", "--corpus", made, "--output", cleaned)
+    before, after = (open_artifact(str(uri), "corpus") for uri in (made, cleaned))
     assert done.summary["counts"]["records"] == before.counts["examples"]
     (others,) = before.files("others/")
     assert [pq.read_table(file) for file in after.files("others/")] == [pq.read_table(others)]

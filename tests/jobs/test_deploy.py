@@ -39,8 +39,8 @@ def test_a_token_that_the_cluster_does_not_know_is_one_line(
 ):
     file = tmp_path / "service.yaml"
     file.write_text("applications: [{name: dialogue, import_path: serve.app:build}]")
-    sent = (file,) if verb == "deploy" else ("--", "inspect", "--corpus", "s3://lake/x")
-    refusal = run_job_here(verb, "--address", dashboard, *sent).refusal
+    what, sent = ([file], []) if verb == "deploy" else ([], ["--", "inspect", "--corpus", "s3://b"])
+    refusal = run_job_here(verb, *what, "--address", dashboard, *sent).refusal
     assert f"--address {dashboard}: " in refusal and "RAY_AUTH_TOKEN" in refusal
 
 

@@ -50,10 +50,8 @@ def test_candidates_that_the_model_does_not_read_to_their_end_are_counted(
     longest = " ".join("ab" * (2 * most))
     write(texts, ["a", " ".join("ab" * most), longest])
     tokens = len(ranker.tokenizer.ids([longest])[0]) + 2
-    said = (
-        f"pool p: 2 of 3 sampled candidates are longer than the {most} tokens that the model reads"
-    )
-    assert f"{said} (the longest: {tokens})" in embed(texts).stdout
+    said = f"2 of 3 sampled candidates are longer than the {most} tokens that the model reads"
+    assert f"pool p: {said} (the longest: {tokens})" in embed(texts).stdout
     write(texts, ["a", "b"])
     assert "are longer than" not in embed(texts, *ALL_MAY_CHANGE).stdout
 
@@ -244,12 +242,10 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
     Engine(tiny_ranker("bi").uri, [embedded["pool"]], precision="fp32").close()  # checks them again
 
     # One more question changes its candidate, under the id that it had; the others are copied.
-    files[0].write_text(
-        "".join([*lines[:2], json.dumps({"q": "do you take cards ?", "a": "by card"})])
-    )
-    again = embed(
-        tmp_path / "tables", *options, *ALL_MAY_CHANGE, model=tiny_ranker("bi").uri
-    ).summary
+    another = json.dumps({"q": "do you take cards ?", "a": "by card"})
+    files[0].write_text("".join([*lines[:2], another]))
+    options = (*options, *ALL_MAY_CHANGE)
+    again = embed(tmp_path / "tables", *options, model=tiny_ranker("bi").uri).summary
     assert again["plan"] == {"new": 0, "changed": 1, "same": 2, "gone": 0}
     after = Pool.open(again["pool"])
     assert after.artifact.manifest["embedded"]["rows"] == 1

@@ -50,14 +50,9 @@ def command(encoder, tmp_path) -> Callable[..., subprocess.Popen[str]]:
         polyrank = Path(sys.executable).with_name("polyrank")
         words = [*hears_it, polyrank, "faq", "faq.csv", "--encoder", encoder]
         return subprocess.Popen(
-            [*map(str, (*words, *options))],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            [*map(str, (*words, *options))], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     return start
 
@@ -135,9 +130,7 @@ def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(co
     options = ("--question", "frage", "--answer", "antwort", "--delimiter", ";", "--port", port)
     with interrupted(command(*options)) as lines:
         assert len(rank(port, "where is 7 ?")) == 20
-    assert lines[1].startswith(
-        "20 rows have 20 answers, 1.0 questions for each: serves the encoder"
-    )
+    assert lines[1].startswith("20 rows have 20 answers, 1.0 questions for each: serves the enc")
     verbs = [line.split(": polyrank ")[1].split()[0] for line in lines if line.startswith("== ")]
     assert verbs == ["prepare_corpus", "convert_model", "evaluate", "embed_pool", "serve"]
     # Nothing is trained, so the many questions of train/ are new.
@@ -204,10 +197,7 @@ def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("id;question;answer\n1;how ?;so\n")
     refused = run_job_here("faq", table, "--dry-run").refusal
-    assert (
-        "has one column, 'id;question;answer'; allowed: two or more (the fields seem to be"
-        in refused
-    )
+    assert "has one column, 'id;question;answer'; allowed: two or more (the fields seem" in refused
     assert "which --delimiter ';' reads" in refused
     rows = "".join(f"how {n} ?,so {n}\n" for n in range(3000))
     table.write_bytes(b"question,answer\n" + rows.encode() + "wie ?,für\n".encode("cp1252"))
@@ -223,20 +213,16 @@ def refusal(run_job_here, *arguments: object) -> str:
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")
-    assert "no column has a usual name for questions; choose by --question: frage, antwort" in (
-        refusal(run_job_here, table)
-    )
-    assert "no column has a usual name for answers; choose by --answer: frage, antwort" in (
-        refusal(run_job_here, table, "--question", "frage")
-    )
-    assert (
-        f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"
-        in (refusal(run_job_here, table, "--question", "q", "--answer", "antwort"))
-    )
+    for options, said in (
+        ((), "no column has a usual name for questions; choose by --question: frage, antwort"),
+        (("--question", "frage"), "no column has a usual name for answers; choose by --answer: frage"),
+        (("--question", "q", "--answer", "antwort"),
+         f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
+    ):  # fmt: skip
+        assert said in refusal(run_job_here, table, *options)
     table.write_text("question,query,answer\nhow ?,how ?,so\n")
-    assert "more than one column has a usual name for questions; choose by --question: question, query" in (
-        refusal(run_job_here, table)
-    )  # fmt: skip
+    several = "more than one column has a usual name for questions; choose by --question: question"
+    assert several in refusal(run_job_here, table)
     table.write_text("frage;antwort\nwie ?;so\n")
     assert "separated by ';', which --delimiter ';' reads" in refusal(run_job_here, table)
 
@@ -274,9 +260,8 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
 def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
     table = tmp_path / "my $faq.csv"
     table.write_text("the question,$answer\nhow ?,so\n")
-    done = run_job_here(
-        "faq", table, "--question", "the question", "--answer", "$answer", "--dry-run"
-    )  # fmt: skip
+    columns = ("--question", "the question", "--answer", "$answer")
+    done = run_job_here("faq", table, *columns, "--dry-run")
     assert done.code == 0, done.stderr
     assert f"--input '{table}' --pairs.context-column 'the question'" in done.stdout
     assert "--embed.text-column '$answer'" in done.stdout

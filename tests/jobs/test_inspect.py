@@ -31,12 +31,10 @@ def test_the_job_prints_writes_the_page_and_sums_up(
         for file in reddit_corpus.files(suffix=".parquet")
         for response in pq.read_table(file, partitioning=None)["response"].to_pylist()
     ]
-    assert done.summary["repeated_share"]["responses"] == pytest.approx(
-        1 - len(set(responses)) / len(responses)
-    )
-    assert done.summary["median"]["response words"] == np.median(
-        [len(r.split()) for r in responses]
-    )
+    repeated = 1 - len(set(responses)) / len(responses)
+    assert done.summary["repeated_share"]["responses"] == pytest.approx(repeated)
+    words = [len(response.split()) for response in responses]
+    assert done.summary["median"]["response words"] == np.median(words)
     written = tmp_path / f"{Path(reddit_corpus.uri).name}.html"
     assert done.summary["html"] == str(written)
     assert str(written) in done.stdout.splitlines()[-2]

@@ -30,9 +30,7 @@ def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole
     assert first["plan"] == {"new": 30, "changed": 0, "same": 0, "gone": 0}
     finished = night(changed(FIRST))
     second = finished.summary
-    assert (
-        "1 new, 1 changed, 27 same, 2 gone; to embed 2 of 29 (about 0.0 minutes)" in finished.stdout
-    )
+    assert "1 new, 1 changed, 27 same, 2 gone; to embed 2 of 29 (about 0.0" in finished.stdout
     assert second["plan"] == {"new": 1, "changed": 1, "same": 27, "gone": 2}
     assert (embedded(first), embedded(second)) == (30, 2)
     assert current(pools) == second["version"]
@@ -55,10 +53,7 @@ def test_rows_of_another_model_are_embedded_again(night, first_night, tiny_ranke
     assert finished.summary["plan"] == {"new": 0, "changed": 0, "same": 30, "gone": 0}
     assert "to embed 30 of 30" in finished.stdout
     assert embedded(finished.summary) == 30
-    assert (
-        "answers to canaries skipped: the version before is of another kind of model"
-        in finished.stdout
-    )
+    assert "canaries skipped: the version before is of another kind of model" in finished.stdout
 
 
 def test_nights_of_a_model_that_is_not_yet_promoted_copy_its_own_last_version(
@@ -170,9 +165,8 @@ def test_a_dry_run_loads_no_model_and_says_how_to_learn_what_a_text_takes(night,
 def stopped(finished) -> str:
     """The one line of a job that ends with exit code 1."""
     assert finished.code == 1, finished
-    (line,) = [
-        x for x in finished.stderr.splitlines() if x.startswith("python -m jobs.embed_pool: ")
-    ]
+    lines = finished.stderr.splitlines()
+    (line,) = [line for line in lines if line.startswith("python -m jobs.embed_pool: ")]
     assert "Traceback" not in finished.stderr
     return line
 
@@ -241,9 +235,8 @@ def test_canaries_of_a_file_that_are_not_found_again_stop_the_night(
     options = ("--gate.canaries", file, "--gate.top-k", 3, "--gate.min-recall", 0.9)
     first = night(FIRST, *options).summary
     other = tiny_ranker("poly", seed=1).uri  # of the same kind, and trained to something else
-    assert "the canaries' answers found again are 0." in stopped(
-        night(FIRST, *options, model=other)
-    )
+    refused = night(FIRST, *options, model=other)
+    assert "the canaries' answers found again are 0." in stopped(refused)
     assert current(pools) == first["version"]
     bi = night(FIRST, *options, model=tiny_ranker("bi").uri).summary
     passed = Pool.open(bi["output"]).artifact.manifest["gate"]
@@ -315,10 +308,8 @@ def test_a_version_whose_manifest_cannot_be_read_stops_neither_clean_up_nor_roll
     damaged.mkdir()
     (damaged / "manifest.json").write_text('{"kind": "po')
     finished = night(changed(FIRST) | {"third": "third night"}, "--keep", 2)
-    assert (
-        "a version is left alone" in finished.stdout
-        and "not a polyrank manifest" in finished.stdout
-    )
+    assert "a version is left alone" in finished.stdout
+    assert "not a polyrank manifest" in finished.stdout
     third = finished.summary["version"]
     assert versions(pools) == sorted([damaged.name, second["version"], third])
     assert first["version"] not in versions(pools)

@@ -44,9 +44,8 @@ def test_other_filter_columns_copy_every_vector(build, model_texts, before, afte
     from_nothing = build(ROWS, after, pools="other").summary
     assert len(model_texts) == 30
     ours, theirs = finished.summary["output"], from_nothing["output"]
-    assert (
-        Pool.open(ours).artifact.manifest["gate"]["recall"] == 1.0
-    )  # canaries are asked all the same
+    # Canaries are asked all the same.
+    assert Pool.open(ours).artifact.manifest["gate"]["recall"] == 1.0
     assert contents(ours) == contents(theirs)
     assert columns(ours) == columns(theirs)
     assert finished.summary["fingerprint"] == from_nothing["fingerprint"]

@@ -29,15 +29,11 @@ def pools(tracking_uri, tiny_ranker, tmp_path_factory) -> dict[str, str]:
     ]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with executors.in_this_process():
+        given = {"candidates": (str(folder / "texts.jsonl"),), "pools": str(folder)}
+        given["embed"] = EmbedConfig(rows_per_shard=2, filter_columns=("kind", "page"))
         return {
             name: embed_pool.run(
-                embed_pool.Config(
-                    model=tiny_ranker(name).uri,
-                    candidates=(str(folder / "texts.jsonl"),),
-                    pools=str(folder),
-                    name=name,
-                    embed=EmbedConfig(rows_per_shard=2, filter_columns=("kind", "page")),
-                )
+                embed_pool.Config(model=tiny_ranker(name).uri, name=name, **given)
             )["pool"]
             for name in ("poly", "bi")
         }

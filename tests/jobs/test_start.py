@@ -92,6 +92,8 @@ def test_input_that_is_wrong_is_refused_without_a_slow_library(tmp_path, empty, 
     draft(str(tmp_path / "begun"), "corpus", Nothing(), {})
     begun, model = ("--corpus", tmp_path / "begun"), tiny_ranker("bi").uri
     pool = ("embed_pool", "--pools", tmp_path, "--name", "x", "--model")
+    pairs = ("prepare_corpus", "--corpus", "pairs", *output)
+    no_text = "embed.text_column: 'text' is not allowed; allowed: the columns of"
     tokenizer = ("finetune", *corpus, "--encoder", empty("tokenizer"), *output)
     refusals = {
         ("benchmark", "finetune", "--encoder", f"{gone}/x", "--corpus", gone, *work): gone,
@@ -122,22 +124,9 @@ def test_input_that_is_wrong_is_refused_without_a_slow_library(tmp_path, empty, 
         ("score_candidates", *begun, "--teacher", "t", *output): "unfinished",
         ("train_tokenizer", *begun, *output): "unfinished",
         ("evaluate", "--model", model, *corpus, "--split", "test"): "no examples in test/",
-        ("prepare_corpus", "--corpus", "pairs", "--input", table, *output): (
-            "pairs.context_column: 'context' is not allowed; allowed: the columns of"
-        ),
-        (
-            *pool,
-            model,
-            "--candidates",
-            lines,
-        ): "embed.text_column: 'text' is not allowed; allowed: ",
-        (
-            *pool,
-            model,
-            "--candidates",
-            lines,
-            "--dry-run",
-        ): "embed.text_column: 'text' is not allow",
+        (*pairs, "--input", table): "pairs.context_column: 'context' is not allowed",
+        (*pool, model, "--candidates", lines): no_text,
+        (*pool, model, "--dry-run", "--candidates", lines): no_text,
         tokenizer: "is a tokenizer; allowed: ",
     }
     for (command, said), end in zip(refusals.items(), run_jobs(*refusals), strict=True):

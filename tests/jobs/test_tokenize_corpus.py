@@ -73,10 +73,8 @@ def test_the_manifest_and_the_tokenizer_are_what_a_trainer_needs(tokenize, tmp_p
         ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
     )
     assert set(facts.special) == set(theirs.all_special_ids)
-    assert (made.tokenize_config.max_context_tokens, made.tokenize_config.max_response_tokens) == (
-        510,
-        510,
-    )
+    limits = made.tokenize_config
+    assert limits.max_context_tokens == limits.max_response_tokens == 510
     copy = Tokenizer.load(made.tokenizer().local())
     assert copy.ids(["so it is"]) == [theirs("so it is", add_special_tokens=False)["input_ids"]]
 

@@ -39,7 +39,7 @@ class InProcess:
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine = self._engine
         vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
-        queries = [PoolQuery(*of_context, self._top_k, None) for of_context in vectors]
+        queries = [PoolQuery(rows, mask, self._top_k, None) for rows, mask in vectors]
         engine.searches[self._pool].run(queries)
 
 
