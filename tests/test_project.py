@@ -144,34 +144,24 @@ def test_every_recipe_is_used_or_documented():
     assert {r for r in RECIPES if r.parent.name != "pretrain"} == finetuning | convert
 
 
-# The resolved settings of each (task, architecture, size) that are not the job's defaults:
-# (context tokens, candidate tokens, batch, negatives, validation examples).
+# What is not the job's default, of each task and size: (context tokens, candidate tokens), and of each kind
+# (batch, negatives, validation examples).
+LARGE = {"bi": (256, 15, 8000), "poly": (256, 15, 8000), "cross": (16, 15, 8000)}
+SMALL = {"bi": (64, 15, 200), "poly": (64, 15, 200), "cross": (16, 7, 100)}
+RECIPES_OF = {
+    ("convai2", "full"): ((362, 72), {**LARGE, "bi": (512, 15, 8000), "cross": (16, 19, 2500)}),
+    ("dstc7", "full"): ((362, 72), LARGE),
+    ("ubuntu", "full"): ((362, 72), LARGE),
+    ("wikipedia", "full"): ((96, 256), LARGE),
+    ("convai2", "small"): ((360, 72), SMALL),
+    ("dstc7", "small"): ((128, 48), {**SMALL, "cross": (16, 7, 30)}),
+    ("ubuntu", "small"): ((128, 48), SMALL),
+    ("wikipedia", "small"): ((96, 256), {"bi": (32, 15, 200), "poly": (32, 15, 200), "cross": (8, 3, 60)}),
+}  # fmt: skip
 RANKERS = {
-    ("convai2", "bi", "full"): (362, 72, 512, 15, 8000),
-    ("convai2", "poly", "full"): (362, 72, 256, 15, 8000),
-    ("convai2", "cross", "full"): (362, 72, 16, 19, 2500),
-    ("dstc7", "bi", "full"): (362, 72, 256, 15, 8000),
-    ("dstc7", "poly", "full"): (362, 72, 256, 15, 8000),
-    ("dstc7", "cross", "full"): (362, 72, 16, 15, 8000),
-    ("ubuntu", "bi", "full"): (362, 72, 256, 15, 8000),
-    ("ubuntu", "poly", "full"): (362, 72, 256, 15, 8000),
-    ("ubuntu", "cross", "full"): (362, 72, 16, 15, 8000),
-    ("wikipedia", "bi", "full"): (96, 256, 256, 15, 8000),
-    ("wikipedia", "poly", "full"): (96, 256, 256, 15, 8000),
-    ("wikipedia", "cross", "full"): (96, 256, 16, 15, 8000),
-    ("convai2", "bi", "small"): (360, 72, 64, 15, 200),
-    ("convai2", "poly", "small"): (360, 72, 64, 15, 200),
-    ("convai2", "cross", "small"): (360, 72, 16, 7, 100),
-    ("dstc7", "bi", "small"): (128, 48, 64, 15, 200),
-    ("dstc7", "poly", "small"): (128, 48, 64, 15, 200),
-    ("dstc7", "cross", "small"): (128, 48, 16, 7, 30),
-    ("ubuntu", "bi", "small"): (128, 48, 64, 15, 200),
-    ("ubuntu", "poly", "small"): (128, 48, 64, 15, 200),
-    ("ubuntu", "cross", "small"): (128, 48, 16, 7, 100),
-    ("wikipedia", "bi", "small"): (96, 256, 32, 15, 200),
-    ("wikipedia", "poly", "small"): (96, 256, 32, 15, 200),
-    ("wikipedia", "cross", "small"): (96, 256, 8, 3, 60),
-}
+    (task, kind, size): (*lengths, *of_kind[kind])
+    for (task, size), (lengths, of_kind) in RECIPES_OF.items() for kind in KINDS
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", RANKERS, ids="-".join)
@@ -398,9 +388,11 @@ def test_the_manifests_are_made_of_the_cluster_and_the_service_s_config():
 
 def test_pods_are_nobody_special_and_the_policies_are_about_them():
     policies = list(yaml.safe_load_all((ROOT / "kuberay" / "policies.yaml").read_text()))
-    accounts = {
-        part["metadata"]["name"]: part for part in policies if part["kind"] == "ServiceAccount"
-    }
+
+    def of_kind(kind: str) -> dict[str, Any]:
+        return {part["metadata"]["name"]: part for part in policies if part["kind"] == kind}
+
+    accounts = of_kind("ServiceAccount")
     spec = manifest("raycluster")["spec"]
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     pods = {name: group["template"]["spec"] for name, group in groups.items()}
@@ -411,12 +403,10 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert f"--uid {context['runAsUser']} " in (ROOT / "kuberay" / "Dockerfile").read_text()
         for container in pod["containers"]:
-            rights = {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
-            }
-            assert container["securityContext"] == rights
+            }  # fmt: skip
             written = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert written == {"/scratch", "/tmp", "/home/ray"}
         # Only the autoscaler, a container of the head, talks to Kubernetes.
@@ -430,16 +420,12 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
     (spread,) = pods["serving"]["topologySpreadConstraints"]
     serving = {"matchLabels": {"ray.io/group": "serving"}}
     assert spread["labelSelector"] == serving and spread["topologyKey"] == "kubernetes.io/hostname"
-    budgets = {
-        part["metadata"]["name"]: part["spec"]
-        for part in policies
-        if part["kind"] == "PodDisruptionBudget"
-    }
+    budgets = {name: part["spec"] for name, part in of_kind("PodDisruptionBudget").items()}
     # KubeRay's resources have no scale subresource, so a budget may only have a number of minAvailable.
     assert {budget["minAvailable"] for budget in budgets.values()} == {1}
     assert budgets["polyrank-serving"]["selector"] == serving
-    (network,) = (part["spec"] for part in policies if part["kind"] == "NetworkPolicy")
-    ports = {port["port"] for rule in network["ingress"] for port in rule.get("ports", ())}
+    (network,) = of_kind("NetworkPolicy").values()
+    ports = {port["port"] for rule in network["spec"]["ingress"] for port in rule.get("ports", ())}
     # The service and the dashboard; Redis, the GCS and Ray Client are for pods.
     assert ports == {8000, 8265}
 
@@ -514,11 +500,8 @@ def test_every_shipped_cluster_has_nodes_for_the_service():
     }
     on_kubernetes = groups[on_aws]["rayStartParams"]["resources"]
     on_premise = re.search(r"--resources='(.*?)'", ON_PREMISE["worker_start_ray_commands"][-1])
-    offers = [
-        types[on_aws]["resources"],
-        json.loads(json.loads(on_kubernetes)),
-        json.loads(on_premise[1]),
-    ]
+    offers = [json.loads(json.loads(on_kubernetes)), json.loads(on_premise[1])]
+    offers.append(types[on_aws]["resources"])
     for name in options["resources"]:
         assert [offer[name] for offer in offers] == [16, 16, 16]
 
@@ -574,10 +557,7 @@ def test_the_code_compiles_without_a_warning(version, tmp_path):
     )
     if not (python := next(runs, None)):
         pytest.skip(f"no Python {version} here")
-    command = [
-        python,
-        *["-W", "error", "-m", "compileall", "-q", "pipeline", "jobs", "serve", "tests"],
-    ]
+    command = [python, *["-W", "error", "-m", "compileall", "-q", "pipeline", "jobs", "serve", "tests"]]
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

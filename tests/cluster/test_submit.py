@@ -160,19 +160,18 @@ def test_pools_that_a_job_reads_may_be_several(tmp_path, monkeypatch):
     assert submit._pack(submit.Config(command=command)).entrypoint.endswith("s3://a s3://b")
 
 
-@pytest.mark.parametrize(
-    ("command", "settings", "message"),
-    [((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),
-     (("submit",), {}, "--: 'submit' is not allowed"),
-     (("embed_pool", "--candidates", "folder"), {}, "folder: a folder of this machine; allowed: a URI"),
-     (("embed_pool", "--candidates", "big.csv"), {"max_upload_mib": 3},
-      r"the upload has \d.\d MiB \(largest: big.csv\), more than --max-upload-mib 3"),
-     (("train_tokenizer", "--corpus", "s3://lake/c", "--output", "tokenizer"), {},
-      "output: 'tokenizer' is not allowed; allowed: a URI that all nodes reach"),
-     (("workflow", "flow.yaml", "--set", "lake=lake"), {}, "output: 'lake/tokenizer' is not allowed"),
-     (("inspect", "--corpse", "s3://c"), {}, "--corpse: unknown option"),
-     (("inspect",), {"env": ("NOT_THERE",)}, "--env NOT_THERE: no such variable")],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "settings", "message"), [
+    ((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),
+    (("submit",), {}, "--: 'submit' is not allowed"),
+    (("embed_pool", "--candidates", "folder"), {}, "folder: a folder of this machine; allowed: a URI"),
+    (("embed_pool", "--candidates", "big.csv"), {"max_upload_mib": 3},
+     r"the upload has \d.\d MiB \(largest: big.csv\), more than --max-upload-mib 3"),
+    (("train_tokenizer", "--corpus", "s3://lake/c", "--output", "tokenizer"), {},
+     "output: 'tokenizer' is not allowed; allowed: a URI that all nodes reach"),
+    (("workflow", "flow.yaml", "--set", "lake=lake"), {}, "output: 'lake/tokenizer' is not allowed"),
+    (("inspect", "--corpse", "s3://c"), {}, "--corpse: unknown option"),
+    (("inspect",), {"env": ("NOT_THERE",)}, "--env NOT_THERE: no such variable"),
+])  # fmt: skip
 def test_what_cannot_travel_is_refused(tmp_path, monkeypatch, command, settings, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -356,14 +355,11 @@ def test_a_deployment_ends_when_the_service_runs_or_has_failed(job_server, run_j
     assert "no_such_module" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "service.yaml: "),
-        ("applications: [{import_path: serve.app:build}]", "no `applications` with names"),
-        (None, "service.yaml: cannot be read: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "service.yaml: "),
+    ("applications: [{import_path: serve.app:build}]", "no `applications` with names"),
+    (None, "service.yaml: cannot be read: "),
+])  # fmt: skip
 def test_a_file_without_applications_is_refused(run_job_here, tmp_path, text, message):
     if text:
         (tmp_path / "service.yaml").write_text(text)

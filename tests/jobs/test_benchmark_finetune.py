@@ -103,12 +103,9 @@ def test_their_pairs_are_ours(convai2_corpus):
     assert "\n" in pairs[0][0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--encoder", "e"), "corpus: () is not allowed; allowed: its URI, for finetune"),
-        (("--encoder", "e", "--corpus", "a", "b"), "allowed: one, but for"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--encoder", "e"), "corpus: () is not allowed; allowed: its URI, for finetune"),
+    (("--encoder", "e", "--corpus", "a", "b"), "allowed: one, but for"),
+])  # fmt: skip
 def test_what_is_missing_is_named(run_job_here, tmp_path, options, message):
     assert message in run_job_here("benchmark", "finetune", *options, "--work", tmp_path).refusal

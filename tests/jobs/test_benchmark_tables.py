@@ -236,22 +236,16 @@ def test_a_cross_encoder_ranks_no_articles(paper, monkeypatch):
     assert "allowed: a trial that there is for these corpora" in done.refusal
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--table", 4, "--only", "poly-17"),
-            "only: 'poly-17' is not allowed; allowed: bi, poly-16",
-        ),
-        (("--seeds", 0), "seeds: 0 is not allowed"),
-        (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
-        (("--table", 4, "--encoder", "a", "b"), "allowed: one, but for --table encoders"),
-        (("--table", "encoders", "--encoder", "a/e", "b/e"), "allowed: folders of different names"),
-        (("--table", 4, "--only", "poly-16", "--ranker.m", 32), "allowed: 16 in row poly-16"),
-        (("--table", 4, "--ranker.architecture", "poly"), "allowed: 'bi' in row bi"),
-        (("--table", 4, "--loop.seed", 3), "loop.seed: 3 is not allowed; allowed: none: --seeds"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--table", 4, "--only", "poly-17"), "only: 'poly-17' is not allowed; allowed: bi, poly-16"),
+    (("--seeds", 0), "seeds: 0 is not allowed"),
+    (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
+    (("--table", 4, "--encoder", "a", "b"), "allowed: one, but for --table encoders"),
+    (("--table", "encoders", "--encoder", "a/e", "b/e"), "allowed: folders of different names"),
+    (("--table", 4, "--only", "poly-16", "--ranker.m", 32), "allowed: 16 in row poly-16"),
+    (("--table", 4, "--ranker.architecture", "poly"), "allowed: 'bi' in row bi"),
+    (("--table", 4, "--loop.seed", 3), "loop.seed: 3 is not allowed; allowed: none: --seeds"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(paper, tmp_path, options, message):
     done = paper(*options)
     assert message in done.refusal

@@ -131,14 +131,11 @@ def test_texts_out_of_scope_set_a_threshold(classify, mine: Path, tmp_path: Path
     assert open_classifier(done["output"])[1].threshold == numbers["threshold"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("text,label\n" + rows("pay", "a"), "1 intents (pay)"),
-        (TEXTS + "alone,rare\n", "'rare' has 1 text"),
-        ("question,label\na,b\n", "read.text_column: 'text' is not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("text,label\n" + rows("pay", "a"), "1 intents (pay)"),
+    (TEXTS + "alone,rare\n", "'rare' has 1 text"),
+    ("question,label\na,b\n", "read.text_column: 'text' is not allowed"),
+])  # fmt: skip
 def test_bad_files_are_one_line(classify, mine: Path, text, words):
     mine.write_text(text)
     assert words in classify().refusal

@@ -70,15 +70,12 @@ def test_of_real_data_the_whole_files_with_candidates_and_the_good_articles_are_
     }
 
 
-@pytest.mark.parametrize(
-    ("prefix", "said"),
-    [
-        ("reddit_dump/RC_", "no Reddit dumps RC_* there"),
-        ("convai2/derived/train", "no ConvAI2's train_self_original*.txt there"),
-        ("convai2/derived/valid", "valid_self_original*.txt with candidates there"),
-        ("wikipedia/extracted", "no WikiExtractor's wiki_* there"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "said"), [
+    ("reddit_dump/RC_", "no Reddit dumps RC_* there"),
+    ("convai2/derived/train", "no ConvAI2's train_self_original*.txt there"),
+    ("convai2/derived/valid", "valid_self_original*.txt with candidates there"),
+    ("wikipedia/extracted", "no WikiExtractor's wiki_* there"),
+])  # fmt: skip
 def test_a_format_that_is_missing_is_named(layout, prefix, said):
     folder = layout(*(name for name in REAL if not name.startswith(prefix)))
     with pytest.raises(BadInput) as caught:

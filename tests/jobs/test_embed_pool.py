@@ -139,14 +139,11 @@ def test_a_table_without_a_text_is_read_by_its_only_column_with_a_usual_name(emb
 # Refusals: exit code 2, one line, and nothing that looks like a pool
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        ("", "no text to embed"),
-        ('{"id": 1, "text": " "}\n', "no text to embed ({'text is empty': 1})"),
-        ('{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed; allowed: the col"),
-    ],
-)
+@pytest.mark.parametrize(("contents", "message"), [
+    ("", "no text to embed"),
+    ('{"id": 1, "text": " "}\n', "no text to embed ({'text is empty': 1})"),
+    ('{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed; allowed: the col"),
+])  # fmt: skip
 def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, contents, message):
     texts.write_text(contents)
     for _ in range(2):  # what the first run leaves does not change what the second says
@@ -169,18 +166,15 @@ def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
     assert embed(texts, *ALL_MAY_CHANGE).summary["version"] == plain["version"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--gate.canaries", "nowhere.txt"), "gate.canaries: 'nowhere.txt' is not allowed"),
-        (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
-        (("--embed.context-column", "q"), "needs one vector for each context; 'poly' has"),
-        (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
-        (("--model", "nowhere"), "not a ranker (there is no such folder)"),
-        (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
-        (("--name", "a/b"), "name: 'a/b' is not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--gate.canaries", "nowhere.txt"), "gate.canaries: 'nowhere.txt' is not allowed"),
+    (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
+    (("--embed.context-column", "q"), "needs one vector for each context; 'poly' has"),
+    (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
+    (("--model", "nowhere"), "not a ranker (there is no such folder)"),
+    (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
+    (("--name", "a/b"), "name: 'a/b' is not allowed"),
+])  # fmt: skip
 def test_bad_usage_is_refused_before_anything_is_written(
     embed, texts, tiny_ranker, tmp_path, options, message
 ):

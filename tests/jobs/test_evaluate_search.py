@@ -93,15 +93,12 @@ def test_a_second_run_embeds_nothing_again(run_job_here, data, tiny_ranker, tmp_
     assert (second["queries"], list(second["table"])) == (2, list(first))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--model", "cross"), "architecture: 'cross' has no candidate vectors"),
-        (("--model", "bi", "--second-stage", "poly"), "architecture: 'poly' scores no pairs"),
-        (("--model", "bi", "--split", "dev"), "--split names a file of qrels/"),
-        (("--model", "bi", "--together", "true"), "together: True is not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--model", "cross"), "architecture: 'cross' has no candidate vectors"),
+    (("--model", "bi", "--second-stage", "poly"), "architecture: 'poly' scores no pairs"),
+    (("--model", "bi", "--split", "dev"), "--split names a file of qrels/"),
+    (("--model", "bi", "--together", "true"), "together: True is not allowed"),
+])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_one_line(
     run_job_here, data, tiny_ranker, tmp_path, options, message
 ):

@@ -79,16 +79,13 @@ def test_only_the_job_itself_says_what_its_exit_code_means(output, code, said):
 REFUSES = "raise BadInput('x: 3 is not allowed')"
 
 
-@pytest.mark.parametrize(
-    ("work", "code", "silent", "lines"),
-    [
-        ("pass", 141, False, []),
-        ("print('more', flush=True)", 141, False, []),
-        (REFUSES, 2, False, ["python -m jobs.inspect: x: 3 is not allowed"]),
-        (REFUSES, 2, True, []),
-        ("1 / 0", 1, False, ["ZeroDivisionError: division by zero"]),
-    ],
-)
+@pytest.mark.parametrize(("work", "code", "silent", "lines"), [
+    ("pass", 141, False, []),
+    ("print('more', flush=True)", 141, False, []),
+    (REFUSES, 2, False, ["python -m jobs.inspect: x: 3 is not allowed"]),
+    (REFUSES, 2, True, []),
+    ("1 / 0", 1, False, ["ZeroDivisionError: division by zero"]),
+])  # fmt: skip
 def test_a_job_whose_reader_is_killed_ends_without_a_word_about_it(
     tmp_path, work, code, silent, lines
 ):

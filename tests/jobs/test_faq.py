@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel
 from jobs import convert_model, faq
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
-from tests.helpers import INTERRUPTED, Finished, free_port
+from tests.helpers import INTERRUPTED, free_port
 
 ROOT = Path(__file__).parents[2]
 CARDS = [f"your card number {at} is in the post" for at in range(30)]
@@ -94,15 +94,7 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     assert process.returncode == INTERRUPTED
     assert lines[0].startswith("questions are the column 'Question', answers 'Answer'; --question")
     assert lines[1].startswith("120 rows have 30 answers, 4.0 questions for each: trains (")
-    steps = [
-        "prepare_corpus",
-        "convert_model",
-        "evaluate",
-        "finetune",
-        "evaluate",
-        "embed_pool",
-        "serve",
-    ]
+    steps = ["prepare_corpus", "convert_model", "evaluate", "finetune", "evaluate", "embed_pool", "serve"]
     printed = [line.split(": polyrank ")[1] for line in lines if line.startswith("== ")]
     assert [line.split()[0] for line in printed] == steps
     assert "--model my/ranker --candidates faq.csv --embed.text-column Answer" in printed[5]
@@ -137,16 +129,13 @@ def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(co
     assert any("examples of train/ are asked" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("rows", "answers", "options", "line"),
-    [
-        (120, 60, (), "120 rows have 60 answers, 2.0 questions for each: trains (training pays from 2 on"),
-        (120, 61, (), "120 rows have 61 answers, 1.9 questions for each: serves the encoder as it is ("),
-        (99, 3, (), "99 rows have 3 answers, 33.0 questions for each: serves the encoder as it is ("),
-        (99, 3, ("--train", "true"), "99 rows have 3 answers, 33.0 questions for each; --train true"),
-        (120, 60, ("--train", "false"), "120 rows have 60 answers, 2.0 questions for each; --train f"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "answers", "options", "line"), [
+    (120, 60, (), "120 rows have 60 answers, 2.0 questions for each: trains (training pays from 2 on"),
+    (120, 61, (), "120 rows have 61 answers, 1.9 questions for each: serves the encoder as it is ("),
+    (99, 3, (), "99 rows have 3 answers, 33.0 questions for each: serves the encoder as it is ("),
+    (99, 3, ("--train", "true"), "99 rows have 3 answers, 33.0 questions for each; --train true"),
+    (120, 60, ("--train", "false"), "120 rows have 60 answers, 2.0 questions for each; --train f"),
+])  # fmt: skip
 def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, line):
     lines = "".join(f'{{"query": "q{at}", "reply": "r{at % answers}"}}\n' for at in range(rows))
     (tmp_path / "faq.jsonl").write_text(lines)
@@ -167,16 +156,13 @@ def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_pat
     assert "1 questions have several answers, such as 'how ?'" in said
 
 
-@pytest.mark.parametrize(
-    ("shares", "best", "counts"),
-    [
-        ((0.5, 0.75), "ranker", "untrained 12, trained 18"),
-        ((0.75, 0.5), "untrained", "untrained 18, trained 12"),
-        ((0.5, 0.5), "ranker", "untrained 12, trained 12"),
-        ((0.58, 0.5), "ranker", "untrained 14, trained 12"),
-        ((0.5,), "untrained", "untrained 12"),
-    ],
-)
+@pytest.mark.parametrize(("shares", "best", "counts"), [
+    ((0.5, 0.75), "ranker", "untrained 12, trained 18"),
+    ((0.75, 0.5), "untrained", "untrained 18, trained 12"),
+    ((0.5, 0.5), "ranker", "untrained 12, trained 12"),
+    ((0.58, 0.5), "ranker", "untrained 14, trained 12"),
+    ((0.5,), "untrained", "untrained 12"),
+])  # fmt: skip
 def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     least = {"score": 7.5, "right": 0.05, "wrong": 0.5, "absent": 0.6}
     steps = [
@@ -186,9 +172,8 @@ def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     ]  # fmt: skip
     model, line = faq._best_model(steps)
     served = shares[["untrained", "ranker"].index(best)]
-    assert (f". Below a score of {100 * served:.4g} lie 5% of the right" in line) == (
-        len(shares) > 1
-    )
+    said = f". Below a score of {100 * served:.4g} lie 5% of the right"
+    assert (said in line) == (len(shares) > 1)
     assert model == best
     assert f"of 24 questions of the table, among all answers: {counts}" in line
 
@@ -205,11 +190,6 @@ def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):
     assert "--encoding cp1252" in refused and "pairs." not in refused
 
 
-def refusal(run_job_here, *arguments: object) -> str:
-    finished: Finished = run_job_here("faq", *arguments)
-    return finished.refusal
-
-
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")
@@ -219,27 +199,21 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
         (("--question", "q", "--answer", "antwort"),
          f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
     ):  # fmt: skip
-        assert said in refusal(run_job_here, table, *options)
+        assert said in run_job_here("faq", table, *options).refusal
     table.write_text("question,query,answer\nhow ?,how ?,so\n")
     several = "more than one column has a usual name for questions; choose by --question: question"
-    assert several in refusal(run_job_here, table)
+    assert several in run_job_here("faq", table).refusal
     table.write_text("frage;antwort\nwie ?;so\n")
-    assert "separated by ';', which --delimiter ';' reads" in refusal(run_job_here, table)
+    assert "separated by ';', which --delimiter ';' r" in run_job_here("faq", table).refusal
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "--table faq.csv: no such file"),
-        (
-            "PK\x03\x04\x14\x00\x06\x00\b\x00\x00\x00!\x00\udcff",
-            "faq.csv: an Excel workbook, or another ZIP",
-        ),
-        ("", "faq.csv: has no rows"),
-        ("question,answer\n", "faq.csv: has no rows"),
-        ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (None, "--table faq.csv: no such file"),
+    ("PK\x03\x04\x14\x00\x06\x00\b\x00\x00\x00!\x00\udcff", "faq.csv: an Excel workbook, or another ZIP"),
+    ("", "faq.csv: has no rows"),
+    ("question,answer\n", "faq.csv: has no rows"),
+    ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
+])  # fmt: skip
 def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, text, message):
     """One with a header alone was refused for its columns."""
     monkeypatch.chdir(tmp_path)
@@ -252,9 +226,9 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
     (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\n")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        work = tmp_path / "my"
-        said = refusal(run_job_here, tmp_path / "faq.csv", "--port", port, "--work", work)
-    assert f"--port {port}: in use" in said and not work.exists()
+        options = ("--port", port, "--work", tmp_path / "my")
+        said = run_job_here("faq", tmp_path / "faq.csv", *options).refusal
+    assert f"--port {port}: in use" in said and not (tmp_path / "my").exists()
 
 
 def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):

@@ -18,6 +18,10 @@ from pipeline.corpora.raw import Reading, read_lines
 from tests.helpers import rejected, rows_of
 
 PLAIN = ("--redact", "off", "--authors", "plain")
+FIRST = {"id": "a", "link_id": "t3_t", "parent_id": "t3_t", "body": "what a day it was",
+         "author": "Secret_Name", "subreddit": "u_Secret_Name", "score": 1}  # fmt: skip
+PROFILE = (FIRST, {**FIRST, "id": "b", "parent_id": "t1_a", "body": "it was, and so is this one"})
+"""A comment in somebody's profile, and a reply."""
 
 
 @pytest.fixture(scope="session")
@@ -140,51 +144,50 @@ def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, 
     assert not set(found[0].values()) & set(found[1].values())
 
 
-def test_names_of_excluded_authors_are_hashed_wherever_they_are_stored(prepare, dump, tmp_path):
+@pytest.fixture
+def stored(prepare, tmp_path):
+    """`stored(data, …)`: the corpus, and what stands in the manifest, the run and an earlier draft that was
+    refused."""
+
+    def run(data: bytes, *options: object):
+        refused = prepare({"RC": data + b"rubbish\n" * len(data.splitlines())}, *options)
+        assert "malformed" in refused.refusal
+        request = (tmp_path / "out.partial" / "_request.json").read_text()
+        shutil.rmtree(tmp_path / "out.partial")
+        assert not prepare({"RC": data}, *options).summary["already_done"]
+        corpus = open_artifact(str(tmp_path / "out"), "corpus")
+        params = mlflow.MlflowClient().get_run(corpus.manifest["run_id"]).data.params
+        return corpus, [request, (tmp_path / "out" / "manifest.json").read_text(), str(params)]
+
+    return run
+
+
+def test_names_of_excluded_authors_are_hashed_wherever_they_are_stored(prepare, stored, dump):
     authors = Counter(json.loads(line)["author"] for line in dump.splitlines())
     (name, _) = next(row for row in authors.most_common() if row[0] != "[deleted]")
     options = ("--redact", "off", "--reddit.exclude-authors")
-    refused = prepare({"RC": dump + b"rubbish\n" * len(dump.splitlines())}, *options, name)
-    assert "malformed" in refused.refusal
-    request = (tmp_path / "out.partial" / "_request.json").read_text()
-    shutil.rmtree(tmp_path / "out.partial")
-    first = prepare({"RC": dump}, *options, name).summary
-    corpus = open_artifact(str(tmp_path / "out"), "corpus")
-    assert first["dropped"]["response by an excluded author"]
-    run = mlflow.MlflowClient().get_run(corpus.manifest["run_id"])
+    corpus, texts = stored(dump, *options, name)
+    assert corpus.manifest["dropped"]["response by an excluded author"]
     (key,) = corpus.manifest["config"]["reddit"]["exclude_authors"]
     assert re.fullmatch("[0-9a-f]{16}", key)
-    manifest = (tmp_path / "out" / "manifest.json").read_text()
-    for text in (request, manifest, str(run.data.params)):
-        assert key in text and name.lower() not in text.lower()
+    assert all(key in text and name.lower() not in text.lower() for text in texts)
     again = prepare({"RC": dump}, *options, name.swapcase(), name)
-    assert again.summary["already_done"] and again.summary["fingerprint"] == first["fingerprint"]
+    assert again.summary["already_done"] and again.summary["fingerprint"] == corpus.fingerprint
     other = prepare({"RC": dump}, *options, "somebody").refusal
     assert "another job" in other and name not in other and "somebody" not in other
 
 
 @pytest.mark.parametrize("option", ["subreddits", "exclude_subreddits"])
 def test_names_of_profiles_among_subreddits_are_hashed_wherever_they_are_stored(
-    prepare, tmp_path, option
+    prepare, stored, option
 ):
-    first = {"id": "a", "link_id": "t3_t", "parent_id": "t3_t", "body": "what a day it was",
-             "author": "Secret_Name", "subreddit": "u_Secret_Name", "score": 1}  # fmt: skip
-    reply = {**first, "id": "b", "parent_id": "t1_a", "body": "it was, and so is this one"}
-    others = [{**row, "link_id": "t3_o", "subreddit": "pics"} for row in (first, reply)]
-    data = "".join(json.dumps(row) + "\n" for row in (first, reply, *others)).encode()
+    others = [{**row, "link_id": "t3_o", "subreddit": "pics"} for row in PROFILE]
+    data = "".join(json.dumps(row) + "\n" for row in (*PROFILE, *others)).encode()
     options = ("--redact", "off", f"--reddit.{option}")
-    refused = prepare({"RC": data + b"rubbish\n" * 4}, *options, "U_Secret_Name", "Other")
-    assert "malformed" in refused.refusal
-    request = (tmp_path / "out.partial" / "_request.json").read_text()
-    shutil.rmtree(tmp_path / "out.partial")
-    prepare({"RC": data}, *options, "U_Secret_Name", "Other")
-    corpus = open_artifact(str(tmp_path / "out"), "corpus")
-    run = mlflow.MlflowClient().get_run(corpus.manifest["run_id"])
+    corpus, texts = stored(data, *options, "U_Secret_Name", "Other")
     key, other = corpus.manifest["config"]["reddit"][option]
     assert re.fullmatch("u_[0-9a-f]{16}", key) and other == "Other"
-    manifest = (tmp_path / "out" / "manifest.json").read_text()
-    for text in (request, manifest, str(run.data.params)):
-        assert key in text and "secret_name" not in text.lower()
+    assert all(key in text and "secret_name" not in text.lower() for text in texts)
     (row,) = rows_of(corpus)
     assert (row["subreddit"] == "pics") == (option == "exclude_subreddits")
     assert prepare({"RC": data}, *options, "u_secret_name", "Other").summary["already_done"]
@@ -214,20 +217,15 @@ def test_for_an_output_elsewhere_the_key_has_to_be_said(run_job_here, dump, tmp_
 
 
 def test_rejected_lines_and_profiles_name_no_author(prepare, tmp_path):
-    good = {"id": "a", "link_id": "t3_t", "parent_id": "t3_t", "body": "what a day it was",
-            "author": "Secret_Name", "subreddit": "u_Secret_Name", "score": 1}  # fmt: skip
-    reply = {**good, "id": "b", "parent_id": "t1_a", "body": "it was, and so is this one"}
-    lines = [json.dumps(good), json.dumps(reply), json.dumps({**good, "body": None}),
-             json.dumps(good)[:-40]]  # fmt: skip
+    first, reply = PROFILE
+    rows = [first, reply, {**first, "body": None}]
+    lines = [*map(json.dumps, rows), json.dumps(first)[:-40]]
     prepare({"RC": "\n".join(lines).encode()}, "--reading.max-malformed-share", "1")
     rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
     assert rows[0]["subreddit"] == f"u_{rows[0]['response_author']}"
     written = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert any(file.parent.name == "rejected" for file in written)
     assert not [file for file in written if b"Secret_Name" in file.read_bytes()]
-
-
-# Formats
 
 
 # Bad input
@@ -239,13 +237,10 @@ def test_a_file_without_records_is_refused(prepare, corpus):
     assert "empty" in refusal or "no records" in refusal
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--reddit.max_characters", "0"], ["reddit.max_characters: 0", ">= 1"]),
-        (["--redact", "maybe"], ["redact: 'maybe'", "bool, null"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "parts"), [
+    (["--reddit.max_characters", "0"], ["reddit.max_characters: 0", ">= 1"]),
+    (["--redact", "maybe"], ["redact: 'maybe'", "bool, null"]),
+])  # fmt: skip
 def test_options_that_are_not_allowed_are_refused_before_any_work(
     prepare, dump, tmp_path, options, parts
 ):

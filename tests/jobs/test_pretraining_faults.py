@@ -419,33 +419,20 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
 SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--weights", "[1, 2]"], ["weights", "1: one for each corpus"]),
-        (["--resources.workers", 5], ["resources.workers: 5", "at most 4"]),
-        (
-            ["--resources.shard-weights", "true"],
-            ["shard_weights: True", "false without resources.gpu"],
-        ),
-        ([*SHARDED, "--resources.workers", 3], ["resources.workers: 3", "a divisor of 4"]),
-        (
-            [*SHARDED, "--resources.workers", 4, "--resources.min-workers", 2],
-            ["resources.min_workers: 2", "each number up to 4 divides 4"],
-        ),
-        (
-            ["--loop.validate-every-epochs", 0],
-            ["validate_every_epochs: 0", "validate_every_steps 2000"],
-        ),
-        (["--loop.head-lr-factor", 3], ["loop.head_lr_factor: 3.0 has", "(no option here)"]),
-        (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
-        (
-            ["--pretrain.objective", "mlm", "--pretrain.random-share", 0.3],
-            ["pretrain.random_share: 0.3 has no effect", "'joint', 'alternate' (here 'mlm')"],
-        ),
-        (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "parts"), [
+    (["--weights", "[1, 2]"], ["weights", "1: one for each corpus"]),
+    (["--resources.workers", 5], ["resources.workers: 5", "at most 4"]),
+    (["--resources.shard-weights", "true"], ["shard_weights: True", "false without resources.gpu"]),
+    ([*SHARDED, "--resources.workers", 3], ["resources.workers: 3", "a divisor of 4"]),
+    ([*SHARDED, "--resources.workers", 4, "--resources.min-workers", 2],
+     ["resources.min_workers: 2", "each number up to 4 divides 4"]),
+    (["--loop.validate-every-epochs", 0], ["validate_every_epochs: 0", "validate_every_steps 2000"]),
+    (["--loop.head-lr-factor", 3], ["loop.head_lr_factor: 3.0 has", "(no option here)"]),
+    (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
+    (["--pretrain.objective", "mlm", "--pretrain.random-share", 0.3],
+     ["pretrain.random_share: 0.3 has no effect", "'joint', 'alternate' (here 'mlm')"]),
+    (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     run_job_here, command, tmp_path, options, parts
 ):

@@ -21,13 +21,8 @@ def embed_replies(folder, model, count, **settings):
     """Another version of the pool `replies` below the folder; its name."""
     rows = [{"id": str(place), "text": f"reply {place}"} for place in range(count)]
     (folder / "replies.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = embed_pool.Config(
-        model=model.uri,
-        candidates=(str(folder / "replies.jsonl"),),
-        pools=str(folder / "pools"),
-        name="replies",
-        **settings,
-    )
+    place = {"candidates": (str(folder / "replies.jsonl"),), "pools": str(folder / "pools")}
+    config = embed_pool.Config(model=model.uri, name="replies", **place, **settings)
     with executors.in_this_process():
         return embed_pool.run(config)["version"]
 
@@ -51,6 +46,13 @@ def pools(three_versions, tmp_path):
     return shutil.copytree(made, tmp_path / "pools"), versions
 
 
+@pytest.fixture
+def move(run_job_here, tmp_path):
+    """`move("--rollback")`: the job on the pool `replies`."""
+    pool = ("--pools", tmp_path / "pools", "--name", "replies")
+    return functools.partial(run_job_here, "promote", *pool)
+
+
 def artifact_text(run, name):
     return mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{name}")
 
@@ -60,48 +62,42 @@ def aliases_of(name):
     return {alias: str(version) for alias, version in found.items()}
 
 
-def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job_here, pools):
+def test_a_pool_goes_back_step_by_step_and_forward_by_name(move, pools):
     folder, (first, second, third) = pools
-    pool = ("promote", "--pools", folder, "--name", "replies")
-    done = run_job_here(*pool, "--rollback").summary["pool"]
+    done = move("--rollback").summary["pool"]
     assert (done["before"], done["version"], done["pinned"]) == (third, second, True)
-    again = run_job_here(*pool, "--rollback").summary["pool"]
+    again = move("--rollback").summary["pool"]
     assert again["version"] == third  # what the last one left
-    assert run_job_here(*pool, "--version", first).summary["pool"]["version"] == first
+    assert move("--version", first).summary["pool"]["version"] == first
     assert current_name(str(folder), "replies") == first
 
 
-def test_a_pool_without_an_older_version_stays(run_job_here, embed, tiny_ranker, tmp_path):
+def test_a_pool_without_an_older_version_stays(move, embed, tiny_ranker, tmp_path):
     only = embed(tiny_ranker("bi"), 3)
-    pool = ("promote", "--pools", tmp_path / "pools", "--name", "replies")
-    assert f"has none before {only}" in run_job_here(*pool, "--rollback").refusal
+    assert f"has none before {only}" in move("--rollback").refusal
 
 
-def test_a_pinned_pool_gets_new_versions_and_keeps_current(
-    embed, pools, run_job_here, tiny_ranker, capfd
-):
+def test_a_pinned_pool_gets_new_versions_and_keeps_current(embed, pools, move, tiny_ranker, capfd):
     folder, (*_, third) = pools
-    pool = ("promote", "--pools", folder, "--name", "replies")
-    assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
+    assert move("--pin").summary["pool"]["pinned"]
     newer = embed(tiny_ranker("bi"), 9)
     assert f"{third} stays CURRENT: it is pinned" in capfd.readouterr().out
     assert current_name(str(folder), "replies") == third != newer
-    assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
+    assert not move("--unpin").summary["pool"]["pinned"]
     assert current_name(str(folder), "replies") == third
     assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
 
 
-def test_a_pool_goes_back_while_a_night_is_building(run_job_here, pools):
+def test_a_pool_goes_back_while_a_night_is_building(move, pools):
     folder, (first, second, third) = pools
-    pool = ("promote", "--pools", folder, "--name", "replies")
     with locked(str(folder), "replies", 60):
-        assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
-        assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
-        planned = run_job_here(*pool, "--version", first, "--dry-run").summary["pool"]
+        assert move("--pin").summary["pool"]["pinned"]
+        assert not move("--unpin").summary["pool"]["pinned"]
+        planned = move("--version", first, "--dry-run").summary["pool"]
         assert (planned["before"], planned["version"]) == (third, first)
-        assert run_job_here(*pool, "--version", first).code == 1
+        assert move("--version", first).code == 1
         assert current_name(str(folder), "replies") == third
-        done = run_job_here(*pool, "--rollback").summary["pool"]
+        done = move("--rollback").summary["pool"]
         assert (done["before"], done["version"], done["pinned"]) == (third, second, True)
         assert current_name(str(folder), "replies") == second
 
@@ -123,33 +119,27 @@ def test_a_version_that_is_removed_while_a_pool_goes_back_does_not_become_curren
     assert current_name(str(folder), "replies") == third
 
 
-def test_the_version_that_was_current_before_is_not_removed(
-    embed, pools, run_job_here, tiny_ranker
-):
+def test_the_version_that_was_current_before_is_not_removed(embed, pools, move, tiny_ranker):
     folder, (_, second, third) = pools
-    pool = ("promote", "--pools", folder, "--name", "replies")
-    run_job_here(*pool, "--version", second)
+    move("--version", second)
     newest = embed(tiny_ranker("bi"), 20, keep=2)
     left = {path.name for path in (folder / "replies").iterdir() if path.is_dir()}
     assert left == {second, third, newest}
-    assert run_job_here(*pool, "--rollback").summary["pool"]["version"] == second
+    assert move("--rollback").summary["pool"]["version"] == second
 
 
 @pytest.mark.parametrize("option", [(), ("--rollback",)])
 def test_a_pool_that_is_not_there_is_refused_and_not_made(run_job_here, tmp_path, option):
     refused = run_job_here("promote", "--pools", tmp_path / "none", "--name", "p", *option)
-    assert (refused.code, refused.refusal) == (
-        2,
-        f"python -m jobs.promote: pool p: {tmp_path / 'none'} has no such pool, or no CURRENT version",
-    )
+    said = f"pool p: {tmp_path / 'none'} has no such pool, or no CURRENT version"
+    assert refused.refusal == f"python -m jobs.promote: {said}"
     assert not (tmp_path / "none").exists()
 
 
-def test_a_version_that_does_not_open_is_refused(run_job_here, pools):
+def test_a_version_that_does_not_open_is_refused(move, pools):
     folder, _ = pools
     before = current_name(str(folder), "replies")
-    pool = ("promote", "--pools", folder, "--name", "replies")
-    assert "v-nope" in run_job_here(*pool, "--version", "v-nope").refusal
+    assert "v-nope" in move("--version", "v-nope").refusal
     assert current_name(str(folder), "replies") == before
 
 
@@ -172,13 +162,10 @@ def test_each_alias_has_a_previous_version_of_its_own(run_job_here, tiny_ranker,
     tracking.register("staged", tiny_ranker("bi"), "staging")
     two = tracking.register("staged", tiny_ranker("poly"), "candidate")
     run_job_here("promote", "--model", "staged", "--alias", "staging")
-    assert aliases_of("staged") == {
-        "champion": one, "staging": two, "previous-staging": one, "candidate": two,
-    }  # fmt: skip
+    others = {"champion": one, "candidate": two}
+    assert aliases_of("staged") == {**others, "staging": two, "previous-staging": one}
     run_job_here("promote", "--model", "staged", "--alias", "staging", "--rollback")
-    assert aliases_of("staged") == {
-        "champion": one, "staging": one, "previous-staging": two, "candidate": two,
-    }  # fmt: skip
+    assert aliases_of("staged") == {**others, "staging": one, "previous-staging": two}
 
 
 @pytest.mark.parametrize("rollback", [True, False])
@@ -279,23 +266,22 @@ def test_a_promotion_that_has_lost_its_lock_moves_nothing(pools, monkeypatch):
     assert current_name(str(folder), "replies") == third
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({}, "registered_model: '' is not allowed"),
-     ({"pools": "p"}, "name: '' is not allowed"),
-     ({"registered_model": "m", "pin": True}, "pin: True is not allowed"),
-     ({"registered_model": "m", "version": "3", "rollback": True}, "version: '3' is not allowed"),
-     ({"pools": "p", "name": "n", "corpus": "c"}, "corpus: 'c' is not allowed"),
-     ({"pools": "p", "name": "n", "pin": True, "unpin": True}, "unpin: True is not allowed")],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    ({}, "registered_model: '' is not allowed"),
+    ({"pools": "p"}, "name: '' is not allowed"),
+    ({"registered_model": "m", "pin": True}, "pin: True is not allowed"),
+    ({"registered_model": "m", "version": "3", "rollback": True}, "version: '3' is not allowed"),
+    ({"pools": "p", "name": "n", "corpus": "c"}, "corpus: 'c' is not allowed"),
+    ({"pools": "p", "name": "n", "pin": True, "unpin": True}, "unpin: True is not allowed"),
+])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(settings, message):
     with pytest.raises(BadInput, match=f"^{message}"):
         promote.Config(**settings)
 
 
-def test_the_versions_that_a_pool_may_move_to_are_named(run_job_here, pools):
-    folder, (first, second, third) = pools
-    refused = run_job_here("promote", "--pools", folder, "--name", "replies").refusal
+def test_the_versions_that_a_pool_may_move_to_are_named(move, pools):
+    _, (first, second, third) = pools
+    refused = move().refusal
     assert f"newest first: {third} (CURRENT), {second}, {first}" in refused
 
 

@@ -137,31 +137,17 @@ def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
     assert "architecture: 'poly' is not allowed; allowed: cross" in refusal
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--context", " "), "context: (' ',) is not allowed; allowed: some text"),
-        (("--context", "a", "--top-k", "0"), "top_k: 0 is not allowed; allowed: >= 1"),
-        (("--top-k", "3"), "--context: missing"),
-        (("--context", "a", "--method", "approximate"), "has no index of neighbours"),
-        (
-            ("--context", "a", "--where", "kind"),
-            "where: 'kind' is not allowed; allowed: column=value",
-        ),
-        (
-            ("--context", "a", "--where", "size=hat"),
-            "where: 'size' is not allowed; allowed: columns",
-        ),
-        (
-            ("--context", "a", "--cross", "x", "--cross-candidates", "5"),
-            "cross_candidates: 5 is not allowed",
-        ),
-        (
-            ("--context", "a", "--together", "true"),
-            "together: True is not allowed; allowed: false without cross",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--context", " "), "context: (' ',) is not allowed; allowed: some text"),
+    (("--context", "a", "--top-k", "0"), "top_k: 0 is not allowed; allowed: >= 1"),
+    (("--top-k", "3"), "--context: missing"),
+    (("--context", "a", "--method", "approximate"), "has no index of neighbours"),
+    (("--context", "a", "--where", "kind"), "where: 'kind' is not allowed; allowed: column=value"),
+    (("--context", "a", "--where", "size=hat"), "where: 'size' is not allowed; allowed: columns"),
+    (("--context", "a", "--cross", "x", "--cross-candidates", "5"), "cross_candidates: 5 is not allowed"),
+    (("--context", "a", "--together", "true"),
+     "together: True is not allowed; allowed: false without cross"),
+])  # fmt: skip
 def test_bad_usage_is_refused(search, options, message):
     assert message in search(*options).refusal
 

@@ -11,19 +11,13 @@ from serve.http.bearer_tokens import FILE, HASHES
 from tests.helpers import free_port
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--arguments", "pool=x"), "arguments: pool is unknown; did you mean pools?"),
-        (("--arguments", "shards=0"), "arguments: shards: '0' is not allowed; "),
-        (
-            ("--arguments", "precision"),
-            "arguments: 'precision' is not allowed; allowed: name=value",
-        ),
-        (("--pools", "nowhere/pools/p"), "nowhere/pools/p"),
-        (("--port", 0), "port: 0 is not allowed; allowed: 1 to 65535"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--arguments", "pool=x"), "arguments: pool is unknown; did you mean pools?"),
+    (("--arguments", "shards=0"), "arguments: shards: '0' is not allowed; "),
+    (("--arguments", "precision"), "arguments: 'precision' is not allowed; allowed: name=value"),
+    (("--pools", "nowhere/pools/p"), "nowhere/pools/p"),
+    (("--port", 0), "port: 0 is not allowed; allowed: 1 to 65535"),
+])  # fmt: skip
 def test_what_cannot_be_served_is_one_line(run_job_here, tiny_ranker, arguments, message):
     refusal = run_job_here("serve", "--model", tiny_ranker("bi").uri, *arguments).refusal
     assert message in refusal

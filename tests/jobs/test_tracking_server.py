@@ -101,16 +101,13 @@ def test_a_server_that_sends_byte_by_byte_ends_a_job(prepare, use_server, answer
     assert_one_line(prepare(), 1, "MLFLOW_TRACKING_URI http://", "no whole answer within 4 s")
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "code", "parts"),
-    [
-        (401, "You are not authenticated.", 2, ["401", "MLFLOW_TRACKING_USERNAME"]),
-        (403, "Invalid Host header", 2, ["403", "--allowed-hosts"]),
-        (503, "<html>", 1, ["too many 503"]),
-        (404, "<html>", 2, ["404"]),
-        (200, "<html>a dashboard", 1, ["a dashboard"]),
-    ],
-)
+@pytest.mark.parametrize(("status", "text", "code", "parts"), [
+    (401, "You are not authenticated.", 2, ["401", "MLFLOW_TRACKING_USERNAME"]),
+    (403, "Invalid Host header", 2, ["403", "--allowed-hosts"]),
+    (503, "<html>", 1, ["too many 503"]),
+    (404, "<html>", 2, ["404"]),
+    (200, "<html>a dashboard", 1, ["a dashboard"]),
+])  # fmt: skip
 def test_a_server_that_refuses_ends_a_job(
     prepare, use_server, answering, status, text, code, parts
 ):
@@ -127,15 +124,12 @@ def test_a_database_that_is_away_ends_a_job(prepare, use_server):
     assert "secret" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("verb", "options"),
-    [
-        ("search", ("--model", "models:/a@champion", "--pool", "pools/p", "--context", "hello")),
-        ("promote", ("--model", "a")),
-        ("evaluate", ("--model", "models:/a@champion", "--corpus", "CORPUS")),
-        ("evaluate", ("--model", "MODEL", "--corpus", "CORPUS")),
-    ],
-)
+@pytest.mark.parametrize(("verb", "options"), [
+    ("search", ("--model", "models:/a@champion", "--pool", "pools/p", "--context", "hello")),
+    ("promote", ("--model", "a")),
+    ("evaluate", ("--model", "models:/a@champion", "--corpus", "CORPUS")),
+    ("evaluate", ("--model", "MODEL", "--corpus", "CORPUS")),
+])  # fmt: skip
 def test_jobs_that_ask_the_registry_say_that_it_is_away(
     run_job_here, use_server, tiny_ranker, convai2_corpus, verb, options
 ):

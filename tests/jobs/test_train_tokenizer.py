@@ -80,15 +80,12 @@ def test_a_corpus_is_known_by_its_contents_however_its_path_is_spelled(
     assert "--corpus has other contents than it had" in other
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--corpus", "nowhere"), "nowhere: not a corpus (there is no such folder)"),
-        (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
-        (("--tokenizer.vocabulary", "99"), "tokenizer.vocabulary: 99 is not allowed"),
-        (("--tokenizer.kind", "words"), "words"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--corpus", "nowhere"), "nowhere: not a corpus (there is no such folder)"),
+    (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
+    (("--tokenizer.vocabulary", "99"), "tokenizer.vocabulary: 99 is not allowed"),
+    (("--tokenizer.kind", "words"), "words"),
+])  # fmt: skip
 def test_bad_usage_is_refused_and_nothing_is_written(
     train, tiny_ranker, tmp_path, options, message
 ):

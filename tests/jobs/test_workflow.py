@@ -141,24 +141,23 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
     assert list(tmp_path.iterdir()) == [three]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [("steps: [", {}, "not a workflow"),
-     ("steps: {}", {}, "steps: 'none' is not allowed"),
-     ("steps: {a: }", {}, "steps.a: 'None' is not allowed; allowed: a command"),
-     ("steps: {a: ls}\nmore: 1", {}, "a mapping with `steps`"),
-     ("steps: {a: 'ls ${x}'}", {}, r"steps\.a: \$\{x\} is no variable"),
-     ("variables: {x: }\nsteps: {a: 'ls ${x}'}", {}, "^--set x=…: missing"),
-     ("variables: {x: 1}\nsteps: {a: ls}", {"set": ("y=1",)},
-      "^set: 'y=1' is not allowed; allowed: NAME=VALUE with one of: x"),
-     ("steps: {a: \"echo 'x\"}", {}, r"steps\.a: No closing quotation in"),
-     ("steps: {a: '# nothing'}", {}, r"steps\.a: '# nothing' is not allowed"),
-     ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
-     ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
-     ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
-     ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a"),
-     ("steps: {a: ls}", {"skip": ("b",)}, "^skip: 'b' is not allowed; allowed: a")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ("steps: [", {}, "not a workflow"),
+    ("steps: {}", {}, "steps: 'none' is not allowed"),
+    ("steps: {a: }", {}, "steps.a: 'None' is not allowed; allowed: a command"),
+    ("steps: {a: ls}\nmore: 1", {}, "a mapping with `steps`"),
+    ("steps: {a: 'ls ${x}'}", {}, r"steps\.a: \$\{x\} is no variable"),
+    ("variables: {x: }\nsteps: {a: 'ls ${x}'}", {}, "^--set x=…: missing"),
+    ("variables: {x: 1}\nsteps: {a: ls}", {"set": ("y=1",)},
+     "^set: 'y=1' is not allowed; allowed: NAME=VALUE with one of: x"),
+    ("steps: {a: \"echo 'x\"}", {}, r"steps\.a: No closing quotation in"),
+    ("steps: {a: '# nothing'}", {}, r"steps\.a: '# nothing' is not allowed"),
+    ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
+    ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
+    ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
+    ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a"),
+    ("steps: {a: ls}", {"skip": ("b",)}, "^skip: 'b' is not allowed; allowed: a"),
+])  # fmt: skip
 def test_bad_workflows_are_refused_before_a_step_runs(tmp_path, text, options, message):
     (tmp_path / "w.yaml").write_text(text)
     with pytest.raises(BadInput, match=message):
