@@ -167,10 +167,8 @@ def inputs(
     for split in ("train", "valid"):  # both with candidates, as score_candidates needs them
         source = sample_files / "convai2" / "valid_self_original.sample.txt"
         shutil.copy(source, folder / "convai2" / f"{split}_self_original.txt")
-    made = {
-        name: str(folder / name)
-        for name in ("dialogues", "pairs", "published", "subwords", "intents")
-    }
+    names = ("dialogues", "pairs", "published", "subwords", "intents")
+    made = {name: str(folder / name) for name in names}
     rankers = {name: tiny_ranker(name).local() for name in ("bi", "poly", "cross")}
 
     def make(job: ModuleType, **config: Any) -> None:
@@ -178,9 +176,8 @@ def inputs(
             job.run(job.Config(**config))
 
     bi, poly = str(rankers["bi"]), str(rankers["poly"])
-    make(
-        prepare_corpus, format="convai2", input=(str(folder / "convai2"),), output=made["dialogues"]
-    )
+    convai2 = (str(folder / "convai2"),)
+    make(prepare_corpus, format="convai2", input=convai2, output=made["dialogues"])
     make(convert_model, model=bi, to="sentence-transformers", output=made["published"])
     subwords = TokenizerConfig(kind="subwords", vocabulary=300)
     make(train_tokenizer, corpus=(reddit_corpus.uri,), output=made["subwords"], tokenizer=subwords)
@@ -196,14 +193,8 @@ def inputs(
         for count in (18, 19):
             pq.write_table(pa.Table.from_pylist(articles[:count]), earlier)
             embed = EmbedConfig(filter_columns=keys)
-            make(
-                embed_pool,
-                model=model,
-                candidates=(str(earlier),),
-                pools=pools,
-                name=pool,
-                embed=embed,
-            )
+            place = {"candidates": (str(earlier),), "pools": pools, "name": pool}
+            make(embed_pool, model=model, embed=embed, **place)
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
     return {
@@ -303,10 +294,9 @@ class Reader:
         """Serves as the command says, behind the tokens whose hashes are set."""
         self.served = argv
         self.service.close()
-        more = [
-            part for value in MORE_ARGUMENTS.get(self.page, ()) for part in ("--arguments", value)
-        ]
-        found = serve._arguments(parse(serve.Config, [*argv, *more], "serve"))
+        more = MORE_ARGUMENTS.get(self.page, ())
+        options = [*argv, *(word for value in more for word in ("--arguments", value))]
+        found = serve._arguments(parse(serve.Config, options, "serve"))
         engine = Engine(found.model, found.pools, "fp32", classifier=found.classifier)
         self.service.enter_context(closing(engine))
         service = self.service.enter_context(closing(Service(lambda: engine, max_wait_s=60.0)))
