@@ -222,9 +222,7 @@ def test_lanes_are_shared_evenly_and_each_machine_may_die_more_than_once(name):
     assert config.resources.max_restarts > 2 * config.resources.workers
 
 
-def test_recipes_are_found_outside_of_a_checkout_unless_there_is_another_file(
-    tmp_path, monkeypatch
-):
+def test_recipes_are_found_outside_a_checkout_unless_there_is_another_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "jobs/configs/finetune/convert_pairs.yaml"
     argv = ["--config", name, "--corpus", "c", "--encoder", "e", "--output", "o"]
@@ -557,7 +555,10 @@ def test_the_code_compiles_without_a_warning(version, tmp_path):
     )
     if not (python := next(runs, None)):
         pytest.skip(f"no Python {version} here")
-    command = [python, *["-W", "error", "-m", "compileall", "-q", "pipeline", "jobs", "serve", "tests"]]
+    command = [
+        python,
+        *["-W", "error", "-m", "compileall", "-q", "pipeline", "jobs", "serve", "tests"],
+    ]
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

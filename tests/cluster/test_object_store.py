@@ -60,9 +60,7 @@ def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket):
 @pytest.mark.parametrize(
     ("verb", "option"), [("embed_pool", "--candidates"), ("promote", "--pools")]
 )
-def test_a_bucket_that_does_not_exist_is_named(
-    s3, run_job_here, tmp_path, tiny_ranker, verb, option
-):
+def test_a_bucket_that_is_missing_is_named(s3, run_job_here, tmp_path, tiny_ranker, verb, option):
     model = {"--model": tiny_ranker("bi").uri, "--pools": tmp_path} if verb == "embed_pool" else {}
     options = {**model, "--name": "p", option: "s3://b-none/folder"}
     refusal = run_job_here(verb, *(word for pair in options.items() for word in pair)).refusal
@@ -154,9 +152,7 @@ def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("held_bytes", "most_requests"), [(16 << 20, 3), (0, 60)])
-def test_small_row_groups_of_parquet_are_fetched_together(
-    s3, bucket, monkeypatch, held_bytes, most_requests
-):
+def test_small_row_groups_are_fetched_together(s3, bucket, monkeypatch, held_bytes, most_requests):
     monkeypatch.setattr(parquet_fetches, "HELD_BYTES", held_bytes)
     random = np.random.default_rng(0)
     texts = [random.bytes(64).hex() for _ in range(50_000)]
@@ -204,9 +200,7 @@ def test_a_folder_is_downloaded_once_by_all_processes_of_a_node(s3, bucket, cach
         assert Path(folder + name.removeprefix("model")).read_bytes() == data
 
 
-def test_the_longest_unused_folders_leave_a_full_cache_and_those_in_use_stay(
-    bucket, cache, monkeypatch
-):
+def test_the_longest_unused_folders_leave_a_full_cache(bucket, cache, monkeypatch):
     for name in ("one", "two", "three"):
         storage.write_bytes(storage.join(bucket, name, "x"), b"." * (1 << 20))
     monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2.5 / 1024))

@@ -125,9 +125,7 @@ def test_the_settings_that_a_workflow_names_travel_with_it(tmp_path, monkeypatch
     assert "jobs/workflows/dialogue.yaml" in sent
 
 
-def test_the_settings_that_set_names_travel_and_those_that_it_replaces_do_not(
-    tmp_path, monkeypatch
-):
+def test_settings_that_set_names_travel_and_those_that_it_replaces_do_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mine.yaml", "theirs.yaml", "words.txt"):
         (tmp_path / name).write_text("loop: {seed: 1}\n")

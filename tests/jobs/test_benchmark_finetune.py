@@ -58,7 +58,7 @@ def ours(encoder, monkeypatch) -> list[finetune.Config]:
     return asked
 
 
-def test_both_train_alike_and_are_asked_the_same(
+def test_both_train_alike_and_are_asked_alike(
     run_job_here, ours, encoder, convai2_corpus, tmp_path
 ):
     done = run_job_here(

@@ -84,9 +84,7 @@ def test_a_wrong_answer_is_noticed(run, monkeypatch):
         run()
 
 
-def test_another_model_than_a_poly_encoder_is_refused(
-    run_job_here, tiny_ranker, convai2_corpus, tmp_path
-):
+def test_what_is_no_poly_encoder_is_refused(run_job_here, tiny_ranker, convai2_corpus, tmp_path):
     done = run_job_here("benchmark", "search", "--model", tiny_ranker("bi").uri, "--corpus",
                    convai2_corpus.uri, "--work", tmp_path)  # fmt: skip
     assert "model: 'bi' is not allowed; allowed: a ranker with several vectors" in done.refusal

@@ -47,9 +47,7 @@ def scores(uri):
 
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
-def test_a_ranker_goes_to_sentence_transformers_and_comes_back(
-    convert, tiny_ranker, tmp_path, architecture
-):
+def test_a_ranker_goes_to_another_format_and_back(convert, tiny_ranker, tmp_path, architecture):
     model = tiny_ranker(architecture)
     there, back = tmp_path / "there", tmp_path / "back"
     done = convert(model.uri, there, *THERE)
@@ -65,9 +63,7 @@ def test_a_ranker_goes_to_sentence_transformers_and_comes_back(
 
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
-def test_the_card_of_a_converted_model_is_right(
-    convert, tiny_ranker, tmp_path, monkeypatch, architecture
-):
+def test_the_card_of_a_model_is_right(convert, tiny_ranker, tmp_path, monkeypatch, architecture):
     """Its code runs as it stands, and gives the original's scores in float32."""
     pytest.importorskip("sentence_transformers")
     model, there = tiny_ranker(architecture), tmp_path / "there"

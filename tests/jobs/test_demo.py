@@ -135,9 +135,7 @@ def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys, monk
         assert re.search(rf"^finetune +r{steps} +0\.\d s   {steps} steps$", shown.out, re.MULTILINE)
 
 
-def test_on_the_terminal_a_stage_is_a_line_and_its_output_is_in_the_log(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_stage_is_a_line_on_the_terminal_and_its_output_in_the_log(tmp_path, capsys, monkeypatch):
     def run(config):
         print("a line of the job")
         print("its bar", file=sys.stderr)

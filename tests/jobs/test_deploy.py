@@ -34,9 +34,7 @@ def dashboard() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("verb", ["deploy", "submit"])
-def test_a_token_that_the_cluster_does_not_know_is_one_line(
-    run_job_here, dashboard, tmp_path, verb
-):
+def test_a_token_that_a_cluster_does_not_know_is_one_line(run_job_here, dashboard, tmp_path, verb):
     file = tmp_path / "service.yaml"
     file.write_text("applications: [{name: dialogue, import_path: serve.app:build}]")
     what, sent = ([file], []) if verb == "deploy" else ([], ["--", "inspect", "--corpus", "s3://b"])

@@ -42,9 +42,7 @@ def embed(run_job_here, tiny_ranker, tmp_path):
     return run
 
 
-def test_candidates_that_the_model_does_not_read_to_their_end_are_counted(
-    embed, texts, tiny_ranker
-):
+def test_candidates_that_a_model_reads_not_to_their_end_are_counted(embed, texts, tiny_ranker):
     ranker = load_ranker(tiny_ranker("poly").local())
     most = ranker.config.max_candidate_tokens
     longest = " ".join("ab" * (2 * most))
@@ -85,9 +83,7 @@ def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker
     assert run.data.tags["output_fingerprint"] == summary["fingerprint"]
 
 
-def test_the_same_texts_and_model_again_leave_nothing_to_do(
-    embed, texts, actors_in_process, tmp_path
-):
+def test_the_same_texts_again_leave_nothing_to_do(embed, texts, actors_in_process, tmp_path):
     first = embed(texts).summary
     (tmp_path / "moved").mkdir()
     moved = texts.rename(tmp_path / "moved" / texts.name)
@@ -175,7 +171,7 @@ def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
     (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
     (("--name", "a/b"), "name: 'a/b' is not allowed"),
 ])  # fmt: skip
-def test_bad_usage_is_refused_before_anything_is_written(
+def test_bad_usage_is_refused_and_leaves_nothing(
     embed, texts, tiny_ranker, tmp_path, options, message
 ):
     words = [tiny_ranker("cross").uri if word == "MODEL/cross" else word for word in options]

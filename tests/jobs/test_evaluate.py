@@ -162,9 +162,7 @@ def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_co
     assert done.stdout.count("the right one at") == 6
 
 
-def test_models_together_have_the_mean_of_their_scores(
-    evaluate, tiny_ranker, convai2_corpus, tmp_path
-):
+def test_models_together_have_their_mean_score(evaluate, tiny_ranker, convai2_corpus, tmp_path):
     options = (*QUICK, "--max-examples", 30, "--errors", tmp_path / "e.jsonl")
     done = evaluate(*options, "--together", "true", models=["bi", "cross"])
     assert list(done.summary["table"]) == ["bi", "cross", "bi + cross"]
@@ -340,7 +338,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert "untrained context" not in run_job_here(*job).summary["table"]
 
 
-def test_texts_that_a_model_does_not_read_to_their_end_are_counted(
+def test_texts_that_are_longer_than_a_model_reads_are_counted(
     evaluate, tiny_ranker, convai2_corpus
 ):
     """By whole words: a tiny tokenizer makes no more tokens of a text than it has characters."""
@@ -458,9 +456,7 @@ def test_a_threshold_for_none_is_chosen_on_valid(evaluate, prepared):
     assert threshold["poly"]["R@1/101"] >= ranked["poly"]["R@1/101"]
 
 
-def test_an_example_of_dstc7_with_several_right_answers_is_ranked_among_fewer(
-    evaluate, prepared, tmp_path
-):
+def test_an_example_with_several_right_answers_is_ranked_among_fewer(evaluate, prepared, tmp_path):
     rows = [dstc7_example(number, "dev") | {"scenario": 1} for number in (0, 2)]
     rows[1]["options-for-correct-answers"] = rows[1]["options-for-next"][2:5]
     corpus = prepared("dstc7", {"ubuntu_dev_subtask_1.json": json.dumps(rows)})

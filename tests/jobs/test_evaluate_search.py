@@ -38,9 +38,7 @@ def data(tmp_path) -> str:
     return str(folder)
 
 
-def test_models_and_second_stages_have_the_numbers_of_their_rankings(
-    run_job_here, data, tiny_ranker, tmp_path
-):
+def test_models_and_second_stages_have_their_numbers(run_job_here, data, tiny_ranker, tmp_path):
     """Those of `Ranker.rank` over all documents. A query is no answer to itself."""
     models = {name: tiny_ranker(name) for name in ("bi", "poly", "cross")}
     options = ("--model", models["bi"].uri, models["poly"].uri, "--second-stage", models["cross"].uri,

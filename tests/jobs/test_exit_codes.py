@@ -86,9 +86,7 @@ REFUSES = "raise BadInput('x: 3 is not allowed')"
     (REFUSES, 2, True, []),
     ("1 / 0", 1, False, ["ZeroDivisionError: division by zero"]),
 ])  # fmt: skip
-def test_a_job_whose_reader_is_killed_ends_without_a_word_about_it(
-    tmp_path, work, code, silent, lines
-):
+def test_a_job_whose_reader_is_killed_ends_without_a_word(tmp_path, work, code, silent, lines):
     """The reader is most often the process that started it. `silent`: it read standard error, too."""
     with (tmp_path / "errors").open("w") as errors:
         reader = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)

@@ -94,7 +94,15 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     assert process.returncode == INTERRUPTED
     assert lines[0].startswith("questions are the column 'Question', answers 'Answer'; --question")
     assert lines[1].startswith("120 rows have 30 answers, 4.0 questions for each: trains (")
-    steps = ["prepare_corpus", "convert_model", "evaluate", "finetune", "evaluate", "embed_pool", "serve"]
+    steps = [
+        "prepare_corpus",
+        "convert_model",
+        "evaluate",
+        "finetune",
+        "evaluate",
+        "embed_pool",
+        "serve",
+    ]
     printed = [line.split(": polyrank ")[1] for line in lines if line.startswith("== ")]
     assert [line.split()[0] for line in printed] == steps
     assert "--model my/ranker --candidates faq.csv --embed.text-column Answer" in printed[5]

@@ -16,9 +16,7 @@ from pipeline.pools.shard import ROWS
 from pipeline.training.tokenizer import TokenizerConfig
 
 
-def test_the_job_prints_writes_the_page_and_sums_up(
-    run_job_here, reddit_corpus, tmp_path, monkeypatch
-):
+def test_the_job_prints_writes_and_sums_up(run_job_here, reddit_corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run_job_here("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
     assert done.summary["job"] == "inspect"
@@ -52,9 +50,7 @@ def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job_here, reddit
     assert (tmp_path / "a" / "p.html").is_file()
 
 
-def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
-    run_job_here, reddit_corpus, tmp_path
-):
+def test_no_corpus_an_empty_and_a_damaged_one_are_refused(run_job_here, reddit_corpus, tmp_path):
     def refusal(name: str) -> str:
         return run_job_here("inspect", "--corpus", tmp_path / name).refusal
 

@@ -98,9 +98,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
 
 
 @pytest.mark.processor
-def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
-    night, first_night, pools, monkeypatch
-):
+def test_a_pool_of_other_numerics_is_embedded_anew(night, first_night, pools, monkeypatch):
     first = first_night()
     for module in (embed_pool, embed, inputs, versions_module):
         monkeypatch.setattr(module, "NUMERICS", NUMERICS + 1)
@@ -125,9 +123,7 @@ def test_a_build_is_resumed_with_the_same_numerics_only(night, monkeypatch, mode
     assert len(model_texts) == 30
 
 
-def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(
-    night, first_night, pools, monkeypatch
-):
+def test_a_full_disk_fails_a_night_and_the_next_goes_on(night, first_night, pools, monkeypatch):
     first = first_night()
     write, calls = candidates.storage.write_bytes, []
 
@@ -210,9 +206,7 @@ def test_a_build_that_goes_on_beside_current_and_back_copies_from_the_right_plac
     assert model_texts == ["another text 5", "third night"]
 
 
-def test_the_gate_asks_finished_shards_again_after_current_has_moved(
-    night, pools, monkeypatch, tmp_path
-):
+def test_the_gate_asks_finished_shards_again_if_current_moved(night, pools, monkeypatch, tmp_path):
     """As if the build had begun after that: the same canaries, answers and recall."""
     with monkeypatch.context() as patch:
         stop_after(3, patch)
@@ -285,9 +279,7 @@ def test_canaries_that_are_named_when_a_build_goes_on_are_asked(night, monkeypat
     assert list(map(len, asked["answers"])) == [10, 10]
 
 
-def test_a_dry_run_whose_version_before_is_removed_meanwhile_answers_in_one_line(
-    night, first_night, monkeypatch
-):
+def test_a_dry_run_whose_version_is_removed_answers_in_one_line(night, first_night, monkeypatch):
     """The job that removes it holds the pool's lock; a dry run holds none."""
     rows = next(Path(first_night()["output"]).glob("rows/*"))
     opened = storage.open_input

@@ -84,9 +84,7 @@ def test_nights_of_a_pinned_pool_embed_what_the_last_one_has_not(night, first_ni
         assert embedded(night(rows).summary) == 1
 
 
-def test_the_same_rows_in_another_file_leave_nothing_to_do(
-    night, first_night, pools, actors_in_process
-):
+def test_the_same_rows_elsewhere_leave_nothing_to_do(night, first_night, pools, actors_in_process):
     first = first_night()
     actors_in_process.clear()
     again = night(dict(reversed(FIRST.items()))).summary  # another order, and so another file
@@ -95,7 +93,7 @@ def test_the_same_rows_in_another_file_leave_nothing_to_do(
     assert versions(pools) == [current(pools)] == [first["version"]]
 
 
-def test_rows_that_the_model_sets_aside_every_night_are_nothing_to_do(
+def test_rows_that_are_set_aside_each_night_leave_nothing_to_do(
     night, pools, tiny_ranker, monkeypatch
 ):
     rows_of = Ranker.candidate_rows
@@ -171,9 +169,7 @@ def stopped(finished) -> str:
     return line
 
 
-def test_a_gate_that_is_not_passed_publishes_nothing_and_the_next_run_may(
-    night, first_night, pools, monkeypatch
-):
+def test_a_gate_that_is_not_passed_publishes_nothing(night, first_night, pools, monkeypatch):
     first = first_night()
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -227,9 +223,7 @@ def test_a_version_before_whose_vectors_are_damaged_is_not_copied(night, first_n
     assert embedded(finished.summary) == 29
 
 
-def test_canaries_of_a_file_that_are_not_found_again_stop_the_night(
-    night, pools, tmp_path, tiny_ranker
-):
+def test_canaries_of_a_file_that_are_not_found_stop_a_night(night, pools, tmp_path, tiny_ranker):
     file = tmp_path / "canaries.txt"
     file.write_text("text 1\ntext 2\thow are you ?\n")
     options = ("--gate.canaries", file, "--gate.top-k", 3, "--gate.min-recall", 0.9)
@@ -299,9 +293,7 @@ def test_a_night_leaves_current_that_has_moved_while_it_was_building(
 # Versions
 
 
-def test_a_version_whose_manifest_cannot_be_read_stops_neither_clean_up_nor_rollback(
-    night, first_night, pools
-):
+def test_an_unreadable_manifest_stops_neither_clean_up_nor_rollback(night, first_night, pools):
     first = first_night()
     second = night(changed(FIRST)).summary
     damaged = pools / "p" / "v-0123456789ab"
@@ -334,9 +326,7 @@ def test_where_the_first_text_of_an_id_stays_other_orders_of_files_are_other_ver
     assert texts("b", "a") == {"1": "new text", "2": "b alone"}
 
 
-def test_files_with_other_names_and_the_same_rows_leave_nothing_to_do(
-    run_job_here, tiny_ranker, tmp_path
-):
+def test_the_same_rows_under_other_names_leave_nothing_to_do(run_job_here, tiny_ranker, tmp_path):
     """Where the first text of an id stays, and the names have the date in them."""
 
     def run(*names: str):

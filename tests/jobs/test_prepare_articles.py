@@ -146,9 +146,7 @@ def test_starspaces_files_with_their_base_documents(prepare, tmp_path):
     assert all_of_them.counts["others.missing"] == 9980
 
 
-def test_without_base_documents_starspaces_others_are_of_train_and_of_no_other_split(
-    prepare, tmp_path
-):
+def test_without_base_documents_starspaces_others_are_of_train_alone(prepare, tmp_path):
     (tmp_path / "wikipedia_train.txt").write_text(labels(0, 30))
     (tmp_path / "wikipedia_test.txt").write_text(labels(20, 40))  # half of it is in train, too
     files = [tmp_path / "wikipedia_train.txt", tmp_path / "wikipedia_test.txt"]

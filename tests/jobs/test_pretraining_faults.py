@@ -159,7 +159,7 @@ def processes(title: bytes) -> Iterator[int]:
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
+def test_a_killed_worker_is_replaced_and_the_weights_are_the_same(
     run_job, command, whole, tmp_path
 ):
     output, killed, over = tmp_path / "encoder", [], threading.Event()
@@ -187,7 +187,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
 
 @pytest.mark.long
 @pytest.mark.parametrize("dies", ["driver and cluster", "cluster"])
-def test_a_job_that_is_killed_goes_on_to_the_same_weights(
+def test_a_killed_job_ends_with_the_same_weights(
     start_job, run_job, command, whole, tmp_path, dies
 ):
     """Also with more steps than it was started for, and past a checkpoint that was not complete."""
@@ -364,9 +364,7 @@ def test_an_output_that_cannot_be_written_is_one_line(run_job_here, command, tmp
 
 
 @pytest.mark.long
-def test_a_run_from_a_published_encoder_continues_as_that_encoder(
-    run_job_here, command, tokens, tmp_path
-):
+def test_a_run_from_a_published_encoder_continues_as_it(run_job_here, command, tokens, tmp_path):
     """Not as one of --shape, whose weights have other names."""
     tokenizer = Tokenizer.load(tokens.local() / "tokenizer")
     shape = Shape(architecture="modernbert", layers=3, width=16, heads=2, positions=96,
@@ -433,7 +431,7 @@ SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
      ["pretrain.random_share: 0.3 has no effect", "'joint', 'alternate' (here 'mlm')"]),
     (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_before_anything_is_written(
+def test_a_misfit_is_refused_before_anything_is_written(
     run_job_here, command, tmp_path, options, parts
 ):
     more = ["--pretrain.batch-tokens", 480, "--pretrain.micro-batch-tokens", 120]
@@ -463,9 +461,7 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(run_job_here, command, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_counts_the_tokens_of_single_texts_without_padding(
-    run_job_here, command, tmp_path, tokens
-):
+def test_a_dry_run_counts_tokens_without_padding(run_job_here, command, tmp_path, tokens):
     """A step has eight pairs, however short they are: not 640 tokens."""
     argv = command(tmp_path / "out", "--dry-run", "true", "--pretrain.objective", "contrastive",
                    "--pretrain.batch-tokens", 640, "--pretrain.micro-batch-tokens", 160)  # fmt: skip
@@ -489,9 +485,7 @@ def computed(monkeypatch) -> list[torch.Size]:
     return shapes
 
 
-def test_a_dry_run_of_large_steps_computes_two_micro_batches(
-    run_job_here, command, tmp_path, computed
-):
+def test_a_dry_run_computes_two_micro_batches(run_job_here, command, tmp_path, computed):
     """A step of reddit-base has 32 of 32,000 tokens each, so a CPU takes long for one step."""
     more = ("--dry-run", "true", "--pretrain.batch-tokens", 3840)
     argv = command(tmp_path / "out", *more, workers=4)
@@ -502,9 +496,7 @@ def test_a_dry_run_of_large_steps_computes_two_micro_batches(
     assert all(pairs * tokens <= 120 for pairs, tokens in computed)
 
 
-def test_the_memory_of_a_dry_run_has_all_that_the_way_back_needs(
-    run_job_here, command, tmp_path, computed
-):
+def test_the_memory_of_a_dry_run_is_that_of_training(run_job_here, command, tmp_path, computed):
     """A layer keeps the inputs of its six matrices, and on CPUs the weights of attention before and after
     dropout, in float32."""
     layers, heads, width = 6, 8, 16

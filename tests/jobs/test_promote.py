@@ -102,9 +102,7 @@ def test_a_pool_goes_back_while_a_night_is_building(move, pools):
         assert current_name(str(folder), "replies") == second
 
 
-def test_a_version_that_is_removed_while_a_pool_goes_back_does_not_become_current(
-    pools, monkeypatch
-):
+def test_a_version_removed_while_a_pool_goes_back_does_not_become_current(pools, monkeypatch):
     folder, (_, second, third) = pools
     opened = promote.Pool.open
 
@@ -195,9 +193,7 @@ def test_a_promotion_that_is_killed_between_two_aliases_is_completed_by_the_same
     assert aliases_of(name)["previous"] == one
 
 
-def test_model_and_pool_move_together_and_back(
-    run_job_here, embed, tiny_ranker, tmp_path, tracking_uri
-):
+def test_model_and_pool_move_together(run_job_here, embed, tiny_ranker, tmp_path, tracking_uri):
     old, new = tiny_ranker("bi", seed=1), tiny_ranker("bi", seed=2)
     one = tracking.register("pair", old, "champion")
     two = tracking.register("pair", new, "candidate")
@@ -231,7 +227,7 @@ def test_model_and_pool_move_together_and_back(
     assert moves[-2:] == [(one, two, of_new), (two, one, of_old)]
 
 
-def test_a_candidate_that_is_not_better_is_not_promoted(
+def test_a_candidate_no_better_is_kept_back(
     run_job_here, tiny_ranker, convai2_corpus, tracking_uri
 ):
     """Two models of random weights: neither is better, and the interval is wide."""

@@ -170,9 +170,7 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
 
 
 @pytest.mark.long  # it trains twice
-def test_a_student_learns_from_what_was_scored(
-    run_job, run_job_here, convai2_corpus, tiny_ranker, tmp_path
-):
+def test_a_student_learns_from_scores(run_job, run_job_here, convai2_corpus, tiny_ranker, tmp_path):
     """Scored by an actor as a user has it; it leaves out a file, as one that will teach does."""
     corpus = in_files(convai2_corpus, tmp_path / "corpus", 30, 20)
     argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")

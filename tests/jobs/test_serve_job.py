@@ -23,7 +23,7 @@ def test_what_cannot_be_served_is_one_line(run_job_here, tiny_ranker, arguments,
     assert message in refusal
 
 
-def test_a_port_that_is_taken_and_a_model_that_is_none_are_refused(
+def test_a_taken_port_and_a_model_that_is_none_are_refused(
     run_job_here, tiny_ranker, convai2_corpus
 ):
     with closing(serve_job.cluster.socket.create_server(("127.0.0.1", 0))) as taken:

@@ -78,9 +78,7 @@ def assert_one_line(done: Finished, code: int, *parts: str) -> None:
     assert len(line) < 400
 
 
-def test_a_server_that_is_away_ends_a_job_before_its_work(
-    prepare, use_server, tracking_uri, tmp_path
-):
+def test_a_server_that_is_away_ends_a_job_at_once(prepare, use_server, tracking_uri, tmp_path):
     address = use_server(f"http://127.0.0.1:{free_port()}")
     line_parts = (f"MLFLOW_TRACKING_URI {address}: ", "Connection refused")
     assert_one_line(prepare(), 1, *line_parts)
@@ -108,9 +106,7 @@ def test_a_server_that_sends_byte_by_byte_ends_a_job(prepare, use_server, answer
     (404, "<html>", 2, ["404"]),
     (200, "<html>a dashboard", 1, ["a dashboard"]),
 ])  # fmt: skip
-def test_a_server_that_refuses_ends_a_job(
-    prepare, use_server, answering, status, text, code, parts
-):
+def test_a_refusing_server_ends_a_job(prepare, use_server, answering, status, text, code, parts):
     address = use_server(answering(status, text).replace("http://", "http://me:secret@"))
     done = prepare()
     assert_one_line(done, code, "MLFLOW_TRACKING_URI http://127.0.0.1:", *parts)

@@ -86,9 +86,7 @@ def test_a_corpus_is_known_by_its_contents_however_its_path_is_spelled(
     (("--tokenizer.vocabulary", "99"), "tokenizer.vocabulary: 99 is not allowed"),
     (("--tokenizer.kind", "words"), "words"),
 ])  # fmt: skip
-def test_bad_usage_is_refused_and_nothing_is_written(
-    train, tiny_ranker, tmp_path, options, message
-):
+def test_bad_usage_is_refused_and_leaves_nothing(train, tiny_ranker, tmp_path, options, message):
     options = [tiny_ranker("poly").uri if option == "MODEL" else option for option in options]
     assert message in train(*options).refusal
     assert list(tmp_path.iterdir()) == []

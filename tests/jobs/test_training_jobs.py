@@ -118,9 +118,7 @@ def test_the_published_ranker_has_learnt_and_the_summary_says_what_its_manifest_
     assert math.isfinite(made.summary["metrics"]["loss"])
 
 
-def test_the_precision_that_auto_stands_for_is_recorded(
-    convai2_corpus, encoder, tmp_path, monkeypatch
-):
+def test_what_precision_auto_means_is_recorded(convai2_corpus, encoder, tmp_path, monkeypatch):
     """It depends on the hardware, which a manifest does not know."""
     monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
     argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "bi", "--loop.precision", "auto")
@@ -196,9 +194,7 @@ def test_a_registered_model_is_the_candidate_of_its_name(trained):
 # Again
 
 
-def test_the_same_command_again_finds_its_work_done(
-    run_job_here, trained, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_same_command_again_finds_its_work_done(run_job_here, trained, monkeypatch):
     made = trained("bi")
     assert [path.name for path in (made.home / "rankers").glob("bi*")] == ["bi"]
     monkeypatch.chdir(made.home)
@@ -209,9 +205,7 @@ def test_the_same_command_again_finds_its_work_done(
     assert "loop.learning_rate: 5e-05 there, 0.1 here" in changed
 
 
-def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
-    run_job_here, convai2_corpus, encoder, tmp_path
-):
+def test_without_a_step_a_ranker_is_its_encoder_s(run_job_here, convai2_corpus, encoder, tmp_path):
     """As a table's first row: what training adds to."""
     argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "out", "--finetune.epochs", 0)
     done = run_job_here("finetune", *argv)
@@ -366,9 +360,7 @@ def test_an_encoder_that_is_not_whole_is_refused(refused, encoder, tmp_path, mis
     ({"--tokenizer": "", "--start": "none"}, "--start none: no such folder, nor to be had"),
     ({"--encoder.width": 15, "--encoder.heads": 2}, "shape.width: 15"),
 ])  # fmt: skip
-def test_pretraining_refuses_what_does_not_fit(
-    run_job_here, convai2_corpus, tmp_path, changed, said
-):
+def test_pretraining_refuses_a_misfit(run_job_here, convai2_corpus, tmp_path, changed, said):
     corpus = convai2_corpus.uri
     given = {"--corpus": corpus, "--tokenizer": corpus, "--output": tmp_path / "out", **changed}
     refusal = run_job_here("pretrain", *(part for pair in given.items() for part in pair)).refusal
