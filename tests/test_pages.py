@@ -274,9 +274,8 @@ def is_read_by_ray(name: str) -> bool:
 @functools.cache
 def python_of_ray() -> str:
     files = Path(ray.__file__).parent.rglob("*.py")
-    return "".join(
-        file.read_text(errors="replace") for file in files if "thirdparty" not in str(file)
-    )
+    ours = (file for file in files if "thirdparty" not in str(file))
+    return "".join(file.read_text(errors="replace") for file in ours)
 
 
 COUNTED = {
@@ -288,9 +287,8 @@ COUNTED = {
 
 def test_the_metrics_of_the_pages_are_those_of_the_code():
     text = "".join(page.read_text() for page in (*HOW_TO, *FILES))
-    named = {
-        re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"ray_(polyrank_\w+)", text)
-    }
+    found = re.findall(r"ray_(polyrank_\w+)", text)
+    named = {re.sub("_(bucket|sum|count)$", "", name) for name in found}
     assert named - COUNTED == set()
     explained = "".join((ROOT / name).read_text() for name in ("serve/README.md", "OPERATING.md"))
     assert {name for name in COUNTED if f"`ray_{name}`" not in explained} == set()
@@ -353,9 +351,8 @@ def test_measurements_are_in_one_place():
     where = {"README.md", "BENCHMARKS.md", "CHANGELOG.md", "pipeline/training/experiments.md"}
     for page in PAGES:
         if name_of(page) not in where:
-            assert not re.search(
-                r"\b\d[\d.,]* (times as fast|samples/s|articles/s|R@1)", page.read_text()
-            )
+            rates = r"\b\d[\d.,]* (times as fast|samples/s|articles/s|R@1)"
+            assert not re.search(rates, page.read_text())
 
 
 # README

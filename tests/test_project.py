@@ -65,9 +65,8 @@ def test_help_lists_every_option_with_its_meaning(verb, capsys):
         assert meaning.strip(), f"{name} has no meaning"
     assert "null|" not in text  # the choices of a union
     if verb == "evaluate":
-        assert (
-            "\n  --source given|sampled|corpus|blocks|others|protocol (default: protocol)\n" in text
-        )
+        line = "--source given|sampled|corpus|blocks|others|protocol (default: protocol)"
+        assert f"\n  {line}\n" in text
 
 
 def test_a_later_config_wins_and_leaves_what_it_does_not_name(tmp_path):
@@ -134,9 +133,8 @@ def test_every_recipe_is_used_or_documented():
         assert f"`{recipe.stem}`" in page
     demos = {f"demo-{name}.yaml" for name in (*KINDS, "articles")}
     used = {Path(file) for key in RANKERS for file in recipe_of(*key)[1:]}
-    finetuning = {
-        ROOT / "jobs" / "configs" / name for name in (*demos, "finetune/pairs.yaml")
-    } | used
+    names = (*demos, "finetune/pairs.yaml")
+    finetuning = {ROOT / "jobs" / "configs" / name for name in names} | used
     assert "configs/finetune/pairs.yaml" in (ROOT / "README.md").read_text()
     page = (ROOT / "pipeline" / "models" / "convert_rt" / "README.md").read_text()
     convert = {r for r in RECIPES if r.stem.startswith("convert_")}
@@ -345,9 +343,8 @@ def test_nodes_have_an_image_a_role_and_resources_that_are_known_before_they_are
 
 def test_nodes_on_aws_have_encrypted_disks_guarded_keys_and_no_more_rights_than_they_need():
     types = CLUSTER["available_node_types"]
-    roles = {
-        name: about["node_config"]["IamInstanceProfile"]["Name"] for name, about in types.items()
-    }
+    profiles = {name: about["node_config"]["IamInstanceProfile"] for name, about in types.items()}
+    roles = {name: profile["Name"] for name, profile in profiles.items()}
     assert roles == {"head": "polyrank-head", "gpu": "polyrank-worker", "cpu": "polyrank-worker",
                      "serving": "polyrank-serving"}  # fmt: skip
     for about in types.values():
@@ -410,9 +407,8 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
         # Only the autoscaler, a container of the head, talks to Kubernetes.
         has_token = accounts[pod["serviceAccountName"]].get("automountServiceAccountToken", True)
         assert has_token == (name == "head")
-    assert pods["serving"]["serviceAccountName"] not in {
-        pods[name]["serviceAccountName"] for name in ("head", "gpu", "cpu")
-    }
+    others = {pod["serviceAccountName"] for name, pod in pods.items() if name != "serving"}
+    assert pods["serving"]["serviceAccountName"] not in others
     (toleration,) = pods["gpu"]["tolerations"]
     assert (toleration["key"], toleration["operator"]) == ("nvidia.com/gpu", "Exists")
     (spread,) = pods["serving"]["topologySpreadConstraints"]

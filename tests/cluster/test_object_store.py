@@ -204,17 +204,15 @@ def test_the_longest_unused_folders_leave_a_full_cache(bucket, cache, monkeypatc
     for name in ("one", "two", "three"):
         storage.write_bytes(storage.join(bucket, name, "x"), b"." * (1 << 20))
     monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2.5 / 1024))
-    folders = {
-        name: node_cache.local_folder(storage.join(bucket, name), "v") for name in ("one", "two")
-    }
+    names = ("one", "two")
+    folders = {name: node_cache.local_folder(storage.join(bucket, name), "v") for name in names}
     for number, name in enumerate(folders):
         os.utime(folders[name].with_suffix(".used"), (number, number))
     node_cache.release(folders["two"])
     third = node_cache.local_folder(storage.join(bucket, "three"), "v")
     assert (folders["one"].exists(), folders["two"].exists(), third.exists()) == (True, False, True)
-    assert (
-        node_cache.local_folder(storage.join(bucket, "two"), "v") / "x"
-    ).stat().st_size == 1 << 20
+    again = node_cache.local_folder(storage.join(bucket, "two"), "v")
+    assert (again / "x").stat().st_size == 1 << 20
 
 
 def test_half_a_download_of_a_process_that_was_killed_is_removed(bucket, cache):
@@ -281,10 +279,8 @@ def test_a_kill_before_an_artifact_is_published_keeps_the_marks(out, monkeypatch
 
 def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
     with out.locked():
-        with (
-            pytest.raises(Stopped, match=rf"made: pid {os.getpid()} on .* works on it$"),
-            out.locked(),
-        ):
+        said = rf"made: pid {os.getpid()} on .* works on it$"
+        with pytest.raises(Stopped, match=said), out.locked():
             pass
         out.publish(out.finished_tasks().record("task", TaskRecord).files, {})
     with pytest.raises(Stopped, match="another job has published it meanwhile"), out.locked():
@@ -303,9 +299,8 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     found = open_artifact(f"{bucket}/out", "corpus")
     assert {name[0] for name in storage.names_in(found.uri)}.isdisjoint("_")
     (cached,) = {found.local(), found.local()}
-    assert sorted(file.name for file in cached.rglob("*.parquet")) == sorted(
-        storage.name_of(file) for file in found.paths(suffix=".parquet")
-    )
+    names = sorted(file.name for file in cached.rglob("*.parquet"))
+    assert names == sorted(map(storage.name_of, found.paths(suffix=".parquet")))
 
 
 @pytest.mark.slow
@@ -346,9 +341,8 @@ def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_
 
     local = walk(str(tmp_path / "lake"), convai2_corpus.uri, encoder.uri, candidates)
     with s3.counted() as requests, s3.at_its_worst(fail_every=40, cut_every=25, delay_s=0.02):
-        stored = walk(
-            bucket, *(storage.join(bucket, name) for name in ("corpus", "encoder", "texts.jsonl"))
-        )
+        names = ("corpus", "encoder", "texts.jsonl")
+        stored = walk(bucket, *(storage.join(bucket, name) for name in names))
     assert requests["GET"] > 50  # so some failed, and some were cut
     assert stored == local
     assert [len(part) for part in local] == [2, 10, 10]

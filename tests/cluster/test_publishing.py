@@ -185,10 +185,8 @@ def test_a_version_of_a_pool(each_step, killed_at, tiny_ranker, tmp_path):
     for folder in each_step(prepared, command):
         pool = Pool.open(str(folder / "p"))
         seen.append(pool.row(0).text)
-        assert pool.artifact.fingerprint in (
-            before.artifact.fingerprint,
-            after.artifact.fingerprint,
-        )
+        whole_ones = (before.artifact.fingerprint, after.artifact.fingerprint)
+        assert pool.artifact.fingerprint in whole_ones
         done = run(*command(folder))
         assert done.actor_tasks == []
         assert not any(task.startswith(("file-", "plan-")) for task in done.tasks)

@@ -23,14 +23,12 @@ TOLD = re.compile(r"\b(?:ray status|serve status|ray job [a-z]+(?: --follow)?(?:
 
 def told_commands() -> set[str]:
     files = [*ROOT.glob("*.md"), ROOT / "kuberay" / "alerts.yaml", *(ROOT / "serve").glob("*.md")]
-    files += [
-        path for name in ("jobs", "pipeline", "serve") for path in (ROOT / name).rglob("*.py")
-    ]
+    folders = (ROOT / name for name in ("jobs", "pipeline", "serve"))
+    files += [path for folder in folders for path in folder.rglob("*.py")]
     texts = [" ".join(path.read_text().split()) for path in files]
-    commands = {
-        match[0].replace("{name}", "NAME") for text in texts for match in TOLD.finditer(text)
-    }
-    return commands - {"ray job submit"}  # jobs.submit does that
+    commands = {match[0] for text in texts for match in TOLD.finditer(text)}
+    # jobs.submit does what `ray job submit` does.
+    return {command.replace("{name}", "NAME") for command in commands} - {"ray job submit"}
 
 
 @dataclass
@@ -56,13 +54,9 @@ class Head:
                      "RAY_DASHBOARD_ADDRESS": self.url, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # fmt: skip
         environment = {"HOME": str(self.home), "PATH": "/usr/bin:/bin", **addresses, **variables}
         return subprocess.run(
-            [*shell, command],
-            env=environment,
-            cwd=self.home,
-            capture_output=True,
-            text=True,
+            [*shell, command], env=environment, cwd=self.home, capture_output=True, text=True,
             timeout=120,
-        )
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +97,8 @@ def test_the_commands_that_people_are_told_to_type_work_on_the_head(started):
     done = started.run(login, "ray job submit --submission-id NAME -- python --version")
     assert done.returncode == 0, done.stdout + done.stderr
     commands = told_commands()
-    assert commands >= {
-        "ray status",
-        "serve status",
-        "ray job stop NAME",
-        "ray job logs --follow NAME",
-    }
+    job = {"ray job stop NAME", "ray job logs --follow NAME"}
+    assert commands >= {"ray status", "serve status", *job}
     script = "; ".join(f"{command} || echo FAILED: '{command}'" for command in sorted(commands))
     done = started.run(login, script)
     assert "FAILED" not in done.stdout, done.stdout + done.stderr
@@ -126,9 +116,7 @@ def test_they_work_in_the_shell_from_which_jobs_are_sent(started):
 
 
 def test_both_files_give_the_same_profile():
-    files = [
-        yaml.safe_load((ROOT / name).read_text())
-        for name in ("cluster.yaml", "cluster.onpremise.yaml")
-    ]
+    names = ("cluster.yaml", "cluster.onpremise.yaml")
+    files = [yaml.safe_load((ROOT / name).read_text()) for name in names]
     aws, own = ([line for line in file["setup_commands"] if ".bashrc" in line] for file in files)
     assert aws == own and len(own) == 1

@@ -163,14 +163,10 @@ class Cluster:
 
     def run(self, *command: str, **environment: str) -> None:
         """A command of a user. Fails with its output if it fails."""
-        environment = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_DASHBOARD_ADDRESS": self.address,
-            **environment,
-        }
+        of_cluster = {"RAY_AUTH_MODE": "token", "RAY_DASHBOARD_ADDRESS": self.address}
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_S,
-            env={**os.environ, **environment},
+            env={**os.environ, **of_cluster, **environment},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -348,19 +344,16 @@ def test_a_second_stage_scores_again(cluster, example, model, tiny_ranker):
 @pytest.mark.long
 def test_two_models_answer_below_their_paths(cluster, example, model, tiny_ranker, tiny_pool):
     other = tiny_ranker("bi")
-    articles = {
-        ".demo/rankers/articles": other.uri,
-        ".demo/pools/articles": tiny_pool(other, name="articles"),
-    }
-    example("two-models", articles)
+    articles = tiny_pool(other, name="articles")
+    uris = {".demo/rankers/articles": other.uri, ".demo/pools/articles": articles}
+    example("two-models", uris)
     for path, served in (("replies", model), ("articles", other)):
         context = {**CONTEXT, "pool": path}
         require_ranking(ask(cluster.port, "POST", f"/{path}/rank", context), served)
         with Client(f"http://127.0.0.1:{cluster.port}/{path}") as client:
             assert client.info()["model"]["fingerprint"] == served.fingerprint
-        with urlopen(f"http://127.0.0.1:{cluster.port}/{path}/") as answer:
-            page = answer.read().decode()
-        assert "<title>" in page
+        with urlopen(f"http://127.0.0.1:{cluster.port}/{path}/") as page:
+            assert b"<title>" in page.read()
 
 
 @pytest.mark.long

@@ -104,9 +104,8 @@ def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
     command = ("embed_pool", "--config", "more.yaml", "--pools=s3://lake/pools",
                "--model", "s3://lake/ranker", "--candidates", "s3://lake/articles.csv")  # fmt: skip
     sent = submit._pack(submit.Config(command=command)).files
-    assert {"more.yaml", "jobs/embed_pool.py", "pipeline/artifact.py", "serve/openapi.json"} <= set(
-        sent
-    )
+    some = {"more.yaml", "jobs/embed_pool.py", "pipeline/artifact.py", "serve/openapi.json"}
+    assert some <= set(sent)
     assert {path.partition("/")[0] for path in sent} == {"more.yaml", "jobs", "pipeline", "serve"}
 
 
@@ -134,9 +133,8 @@ def test_settings_that_set_names_travel_and_those_that_it_replaces_do_not(tmp_pa
         "steps:\n  a: polyrank finetune --config=${finetune} --corpus s3://c --encoder s3://e --output s3://r\n"
         "  b: cat ${name}.txt\n"
     )
-    (tmp_path / "outer.yaml").write_text(
-        "steps: {all: python -m jobs.workflow w.yaml --set finetune=mine.yaml}"
-    )
+    outer = "steps: {all: python -m jobs.workflow w.yaml --set finetune=mine.yaml}"
+    (tmp_path / "outer.yaml").write_text(outer)
     for command in (("w.yaml", "--set", "finetune=mine.yaml"), ("outer.yaml",)):
         sent = submit._pack(submit.Config(command=("workflow", *command))).files
         own_files = {path for path in sent if "/" not in path}
@@ -267,10 +265,11 @@ def test_a_job_that_prints_nothing_for_long_is_waited_for(monkeypatch, capsys):
 def now(monkeypatch) -> list[float]:
     """The time in seconds; only pauses and tests move it on."""
     time = [0.0]
-    clock = SimpleNamespace(
-        monotonic=lambda: time[0], sleep=lambda s: time.__setitem__(0, time[0] + s)
-    )
-    monkeypatch.setattr(submit, "time", clock)
+
+    def sleep(seconds: float) -> None:
+        time[0] += seconds
+
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: time[0], sleep=sleep))
     return time
 
 
@@ -298,9 +297,8 @@ def test_a_cluster_that_does_not_answer_is_given_up(now):
         def get_job_info(self, name):
             raise ConnectionError("no route to host")
 
-    with pytest.raises(
-        Stopped, match=r"^night: the cluster has not answered for 10 minutes \(no r"
-    ):
+    said = r"^night: the cluster has not answered for 10 minutes \(no r"
+    with pytest.raises(Stopped, match=said):
         submit._follow(Gone((0, ConnectionError("refused"))), "night", "inspect")
     assert 600 < now[0] < 640
 

@@ -81,9 +81,8 @@ def test_both_train_alike_and_are_asked_alike(
     quality = rows["finetune.quality_vs_sentence_transformers"]
     assert quality["ratio"] == pytest.approx(quality["ours"] / quality["peer"])
     note = quality["detail"]["note"]
-    difference, low, high, p = map(
-        float, re.search(r"difference (\S+) \((\S+) to (\S+)\), p = (\S+)\.$", note).groups()
-    )
+    numbers = re.search(r"difference (\S+) \((\S+) to (\S+)\), p = (\S+)\.$", note)
+    difference, low, high, p = map(float, numbers.groups())
     assert difference == pytest.approx(quality["ours"] - quality["peer"], abs=6e-4)
     assert low <= difference <= high
     assert 0 < p <= 1

@@ -61,9 +61,8 @@ def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
     batches = task.batches.start(())
     batch, _ = next(batches)
     batches.close()
-    optimizer, their_optimizer = (
-        optimization(recipe.loop, module, 8) for module in (task.module, theirs)
-    )
+    modules = (task.module, theirs)
+    optimizer, their_optimizer = (optimization(recipe.loop, module, 8) for module in modules)
     for each in (optimizer, their_optimizer):
         each.set_rate(0.01)
     bare_step(theirs, batch.parts, their_optimizer, torch.device("cpu"), bf16=False)
@@ -100,9 +99,8 @@ def test_the_trainer_reads_the_pairs_of_the_job(recipe):
         ids, special = row["input_ids"], row["special_tokens_mask"]
         assert ids[0] == facts.cls and ids[-1] == facts.sep
         assert sum(special) == 3 and all(special[at] for at, i in enumerate(ids) if i == facts.sep)
-        assert (
-            len(ids) == len(special) == len(row["token_type_ids"]) <= recipe.pretrain.longest_pair
-        )
+        longest = recipe.pretrain.longest_pair
+        assert len(ids) == len(special) == len(row["token_type_ids"]) <= longest
     assert {tuple(row["token_type_ids"]) for row in rows[:50]} & set(seen)
 
 

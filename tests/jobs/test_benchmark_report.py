@@ -32,9 +32,8 @@ def texts_of(svg: str) -> list[str]:
     """Another version of matplotlib may draw a line by other numbers."""
     picture = ET.fromstring(svg)
     assert picture.tag.endswith("svg")
-    return [
-        text.strip() for element in picture.findall(".//{*}text") for text in element.itertext()
-    ]
+    elements = picture.findall(".//{*}text")
+    return [text.strip() for element in elements for text in element.itertext()]
 
 
 def test_the_page_and_its_picture_are_those_of_the_files():
@@ -89,9 +88,8 @@ def test_each_target_is_on_the_page_with_its_status():
 def test_the_page_begins_with_how_fast_and_beside_whom():
     """A row that is renamed would be missing silently."""
     page = (report.ROOT / "BENCHMARKS.md").read_text().partition("\n![")[0]
-    assert all(
-        f"| {what} |" in page and f"({whom})" in page for what, whom in report.FIRST_ROWS.values()
-    )
+    for what, whom in report.FIRST_ROWS.values():
+        assert f"| {what} |" in page and f"({whom})" in page
 
 
 def test_a_bound_is_compared_with_the_number_that_it_is_for(tmp_path):

@@ -87,13 +87,9 @@ def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2
 
 def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
     own, longer = plan(4, "bi").evaluation, (*setting.overrides, "--finetune.epochs", "2")
-    changed = [
-        plan(4, "bi", seed=1),
-        plan(4, "poly-16"),
-        plan(4, "cross"),
-        plan(4, "bi", setting=replace(setting, overrides=longer)),
-        plan(4, "bi", setting=replace(setting, max_examples=49)),
-    ]
+    others = (replace(setting, overrides=longer), replace(setting, max_examples=49))
+    changed = [plan(4, "bi", seed=1), plan(4, "poly-16"), plan(4, "cross")]
+    changed += [plan(4, "bi", setting=other) for other in others]
     assert len({own, *(job.evaluation for job in changed)}) == 6
     assert changed[-1].train.output == plan(4, "bi").train.output  # asked less, trained the same
     assert changed[3].train.finetune.epochs == 2

@@ -99,9 +99,8 @@ def test_dashes_in_a_verb_and_what_stands_after_two_dashes(polyrank):
     code, out, _ = polyrank("submit", "--dry-run", "--", "inspect", "--pool", "x")
     assert code == 0
     assert json.loads(out.splitlines()[-1])["entrypoint"] == "python -m jobs.inspect --pool x"
-    assert (
-        "Shows what a corpus or a pool holds." in polyrank("submit", "--", "inspect", "--help")[1]
-    )
+    help_of_job = polyrank("submit", "--", "inspect", "--help")[1]
+    assert "Shows what a corpus or a pool holds." in help_of_job
     assert polyrank("submit", "inspect", "--pool", "x")[2] == (
         "polyrank submit: inspect: what is passed on stands after --, as in: "
         "polyrank submit -- inspect --pool x\n"

@@ -39,14 +39,12 @@ def nowhere(tmp_path):
 
 def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
     files = sorted((sample_files / "reddit_dump").iterdir())
-    config = prepare_corpus.Config(
-        format="reddit", input=(str(sample_files / "reddit_dump"),), output=nowhere, dry_run=True
-    )
+    dumps = (str(sample_files / "reddit_dump"),)
+    config = prepare_corpus.Config(format="reddit", input=dumps, output=nowhere, dry_run=True)
     found = prepare_corpus.run(config)
     guess = found["estimate"]
-    comments = sum(
-        block.count(b"\n") for file in files for block in raw.line_blocks(str(file), 1 << 20)
-    )
+    blocks = (block for file in files for block in raw.line_blocks(str(file), 1 << 20))
+    comments = sum(block.count(b"\n") for block in blocks)
     assert found["dry_run"] and guess["input_files"] == len(files)
     assert guess["input_bytes"] == sum(file.stat().st_size for file in files)
     assert guess["rows"] == pytest.approx(comments, rel=0.3)
@@ -56,9 +54,8 @@ def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
 
 
 def test_ten_times_the_dumps_are_ten_times_the_hours():
-    guess = functools.partial(
-        reddit.estimate, comment_bytes=600, ratio=10, options=reddit.Options()
-    )
+    settings = {"comment_bytes": 600, "ratio": 10, "options": reddit.Options()}
+    guess = functools.partial(reddit.estimate, **settings)
     one, ten = guess([10 << 30] * 40), guess([10 << 30] * 400)
     assert ten.cpu_hours == pytest.approx(10 * one.cpu_hours)
     assert ten.input_bytes == 10 * one.input_bytes
@@ -164,11 +161,12 @@ def test_a_training_of_several_workers_measures_the_share_of_one(
     run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
 ):
     measure, batches = estimate._measure, []
-    monkeypatch.setattr(
-        estimate,
-        "_measure",
-        lambda task, *more: (batches.append(task.batches), measure(task, *more))[1],
-    )
+
+    def noted(task, *more):
+        batches.append(task.batches)
+        return measure(task, *more)
+
+    monkeypatch.setattr(estimate, "_measure", noted)
     said = run_job_here(
         "finetune", "--corpus", convai2_corpus.uri, "--encoder", tiny_ranker("bi").uri,
         "--output", nowhere, "--dry-run", "true", "--ranker.architecture", "bi",

@@ -246,13 +246,8 @@ def test_known_contexts_turn_their_candidate_toward_them(embed, tiny_ranker, tmp
 def test_known_contexts_that_are_none_are_set_aside_and_those_that_are_personal_redacted(
     embed, tiny_ranker, tmp_path
 ):
-    rows = [
-        ({"a": 1}, "one"),
-        ("mail me at me@example.org", "two"),
-        ("x" * 99, "three"),
-        ("?", "four"),
-        ("?", "é" * 46),
-    ]
+    rows = [({"a": 1}, "one"), ("mail me at me@example.org", "two"), ("x" * 99, "three"), ("?", "four"),
+            ("?", "é" * 46)]  # fmt: skip
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in rows))
     made = embed(
@@ -265,7 +260,5 @@ def test_known_contexts_that_are_none_are_set_aside_and_those_that_are_personal_
         "text is too long": 1,
     }  # fmt: skip
     canaries = Pool.open(made["pool"]).canaries(8)
-    assert [canary[1:3] for canary in canaries] == [
-        ("two", [["mail me at <email>"]]),
-        ("four", [["?"]]),
-    ]
+    expected = [("two", [["mail me at <email>"]]), ("four", [["?"]])]
+    assert [canary[1:3] for canary in canaries] == expected

@@ -45,9 +45,8 @@ def cluster(local_ray) -> Iterator[None]:
 def made(tracking_uri, sample_files, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The folder of all artifacts, and what each job said."""
     work = tmp_path_factory.mktemp("work")
-    corpus, tokenizer, encoder, ranker = (
-        work / name for name in ("corpus", "tokenizer", "encoder", "ranker")
-    )
+    names = ("corpus", "tokenizer", "encoder", "ranker")
+    corpus, tokenizer, encoder, ranker = (work / name for name in names)
     commands = (
         ("prepare_corpus", "--corpus", "convai2", "--input", sample_files / "convai2",
          "--output", corpus),
@@ -167,14 +166,10 @@ def test_the_data_base_holds_the_lineage_from_the_pool_to_the_corpus(made, track
         return dict(runs[0].data.tags)
 
     for kind, name, origin in (
-        ("pool", "model", "ranker"),
-        ("ranker", "encoder", "encoder"),
-        ("ranker", "corpus", "corpus"),
-        ("encoder", "corpus.0", "tokens"),
-        ("tokens", "corpus", "corpus"),
-        ("tokens", "tokenizer", "tokenizer"),
-        ("tokenizer", "corpus.0", "corpus"),
-    ):
+        ("pool", "model", "ranker"), ("ranker", "encoder", "encoder"), ("ranker", "corpus", "corpus"),
+        ("encoder", "corpus.0", "tokens"), ("tokens", "corpus", "corpus"),
+        ("tokens", "tokenizer", "tokenizer"), ("tokenizer", "corpus.0", "corpus"),
+    ):  # fmt: skip
         assert tags_of(kind)[f"input.{name}.fingerprint"] == fingerprints[origin]
     note = tags_of("pool")["mlflow.note.content"]
     assert all(fingerprints[kind] in note for kind in ("ranker", "encoder", "tokenizer", "corpus"))

@@ -324,9 +324,8 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert f"bi: below a score of {least['score']:.4g} lie" in done.stdout
 
     published = interop.load(tmp_path / "published" / "context", 0, 0)
-    asked = questions(
-        open_artifact("corpus", "corpus"), "train", "corpus", protocols.ALL, 100, 0, True
-    )
+    corpus = open_artifact("corpus", "corpus")
+    asked = questions(corpus, "train", "corpus", protocols.ALL, 100, 0, True)
     texts = [turns[-1] for turns in asked.contexts] + list(asked.texts)
     vectors = inference.candidate_vectors(published, texts).double().numpy()
     scores = vectors[: len(asked)] @ vectors[len(asked) :].T
@@ -410,11 +409,9 @@ def articles(tracking_uri, sample_files, tmp_path_factory):
     output = str(tmp_path_factory.mktemp("articles") / "articles")
     options = wikipedia.Options(task="search", others=30)
     files = (str(sample_files / "wikipedia"),)
-    config = prepare_corpus.Config(
-        format="wikipedia", input=files, output=output, wikipedia=options
-    )
+    job = {"format": "wikipedia", "input": files, "output": output, "wikipedia": options}
     with executors.in_this_process():
-        prepare_corpus.run(config)
+        prepare_corpus.run(prepare_corpus.Config(**job))
     return open_artifact(output, "corpus")
 
 

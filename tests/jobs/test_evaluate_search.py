@@ -14,11 +14,7 @@ DOCUMENTS = {f"d{number}": text for number, text in enumerate((
     "hello there", "i paint in the garden", "the garden is green", "a nurse at the hospital", "rain again",
     "my boat lies in the harbour", "tea or coffee ?", "i drink tea", "the hospital is large", "no",
 ))}  # fmt: skip
-QUERIES = {
-    "q1": "who works at a hospital ?",
-    "q2": "what do you drink ?",
-    "d2": "the garden is green",
-}
+QUERIES = {"q1": "who works at a hospital ?", "q2": "what do you drink ?", "d2": DOCUMENTS["d2"]}
 GRADES = {"q1": {"d3": 2, "d8": 1}, "q2": {"d6": 1, "d7": 2}, "d2": {"d1": 1}}
 
 

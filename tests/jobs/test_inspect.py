@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.corpora.report import text
@@ -14,6 +13,7 @@ from pipeline.engine.draft import Draft, draft
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.shard import ROWS
 from pipeline.training.tokenizer import TokenizerConfig
+from tests.helpers import rows_of
 
 
 def test_the_job_prints_writes_and_sums_up(run_job_here, reddit_corpus, tmp_path, monkeypatch):
@@ -24,11 +24,7 @@ def test_the_job_prints_writes_and_sums_up(run_job_here, reddit_corpus, tmp_path
     assert sum(done.summary["rows"].values()) == reddit_corpus.counts["examples"]
     assert done.summary["sampled"] == reddit_corpus.counts["examples"]
     assert done.summary["dropped"] == reddit_corpus.manifest["dropped"]
-    responses = [
-        response
-        for file in reddit_corpus.files(suffix=".parquet")
-        for response in pq.read_table(file, partitioning=None)["response"].to_pylist()
-    ]
+    responses = [row["response"] for row in rows_of(reddit_corpus)]
     repeated = 1 - len(set(responses)) / len(responses)
     assert done.summary["repeated_share"]["responses"] == pytest.approx(repeated)
     words = [len(response.split()) for response in responses]
@@ -81,14 +77,12 @@ def test_an_option_outside_its_range_is_refused(run_job_here, reddit_corpus):
 def pool(publish_pool, tiny_ranker, tmp_path) -> str:
     """Eight rows; t1, t4 and t6 have one vector, t2 and t3 nearly one, t7 none."""
     angles = np.radians([0, 90, 200, 201, 90, 300, 90, 0])
-    vectors = (
-        np.stack([np.cos(angles), np.sin(angles)], axis=1) * [[2]] * np.r_[[1.0] * 7, 0][:, None]
-    )
+    lengths = np.array([[2.0]] * 7 + [[0.0]])
+    vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1) * lengths
     ids = [f"t{n}" for n in range(8)]
     table = pa.table([ids, [f"text {n}" for n in range(8)], ids], ROWS)
-    out = draft(
-        str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(), {"model": tiny_ranker("poly")}
-    )
+    uri, inputs = str(tmp_path / "pools" / "p" / "v"), {"model": tiny_ranker("poly")}
+    out = draft(uri, "pool", EmbedConfig(), inputs)
     matrix = vectors.astype(np.float32)
     return publish_pool(out, [(table[:5], matrix[:5]), (table[5:], matrix[5:])]).uri
 

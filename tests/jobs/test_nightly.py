@@ -172,9 +172,7 @@ def stopped(finished) -> str:
 def test_a_gate_that_is_not_passed_publishes_nothing(night, first_night, pools, monkeypatch):
     first = first_night()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Pool, "vectors_at", lambda self, places: np.ones((len(places), 16), np.float32)
-        )
+        patch.setattr(Pool, "vectors_at", lambda _, at: np.ones((len(at), 16), np.float32))
         line = stopped(night(changed(FIRST), "--gate.sample", 30))
     assert "the gate: a row's cosine to itself, embedded once more, is" in line
     assert current(pools) == first["version"]
@@ -331,9 +329,8 @@ def test_the_same_rows_under_other_names_leave_nothing_to_do(run_job_here, tiny_
 
     def run(*names: str):
         for name in names:
-            (tmp_path / name).write_text(
-                f"id,text\n1,text of {name[0]}\n{name[0]},alone {name[0]}\n"
-            )
+            part = name[0]
+            (tmp_path / name).write_text(f"id,text\n1,text of {part}\n{part},alone {part}\n")
         return run_job_here(
             "embed_pool", "--model", tiny_ranker("bi").uri, "--pools", tmp_path / "pools", "--name", "p",
             "--candidates", f"[{','.join(str(tmp_path / name) for name in names)}]",

@@ -78,11 +78,8 @@ def test_all_forms_of_the_same_articles_give_the_same_corpus(
     streams = [bz2.compress(piece.encode()) for piece in xml_dump(documents)]
     (tmp_path / "dump.xml.bz2").write_bytes(b"".join(streams))
     (tmp_path / "wiki.json").write_text(json_lines(documents))
-    inputs = {
-        "extracted": sample_files / "wikipedia",
-        "xml": tmp_path / "dump.xml.bz2",
-        "json": tmp_path / "wiki.json",
-    }
+    inputs = {"xml": tmp_path / "dump.xml.bz2", "json": tmp_path / "wiki.json"}
+    inputs["extracted"] = sample_files / "wikipedia"
     found = {}
     for name, file in inputs.items():
         corpus = prepare("wikipedia", [file], *SEARCH, "--wikipedia.others", 5, output=name)
@@ -104,9 +101,8 @@ def test_the_others_are_a_file_of_the_corpus_apart_from_its_examples(prepare, sa
     others, train = rows_of(corpus, "others"), rows_of(corpus, "train")
     assert len(others) == len({row["id"] for row in others}) == 10
     assert corpus.rows("others/") == corpus.counts["others"] == 10
-    assert corpus.counts["examples"] == sum(
-        corpus.rows(f"{s}/") for s in ("train", "valid", "test")
-    )
+    splits = ("train/", "valid/", "test/")
+    assert corpus.counts["examples"] == sum(map(corpus.rows, splits))
     responses = {(row["group_id"], row["response"]) for row in train}
     for row in others:
         assert row.keys() == {"id", "text"}
@@ -138,9 +134,8 @@ def test_starspaces_files_with_their_base_documents(prepare, tmp_path):
     numbers = [int(row["text"].split()[1]) for row in others]
     assert len(set(numbers)) == 15 and set(numbers) < set(range(80, 100))
     for row, number in zip(others, numbers, strict=True):
-        assert (
-            row["text"] == f"Article {number} begins here . Write to <email> . It ends {number} ."
-        )
+        text = f"Article {number} begins here . Write to <email> . It ends {number} ."
+        assert row["text"] == text
     all_of_them = prepare("starspace", [folder], output="all")
     assert all_of_them.counts["others"] == 20
     assert all_of_them.counts["others.missing"] == 9980

@@ -118,9 +118,8 @@ def whole_here(tokens, command, tmp_path_factory) -> SimpleNamespace:
 def weights(encoder: Artifact) -> dict[str, torch.Tensor]:
     files = [path for path in sorted(encoder.local().glob("*.safetensors"))]
     assert len(files) == 2  # the masked language model and the next head
-    return {
-        f"{file.name} {name}": value for file in files for name, value in load_file(file).items()
-    }
+    tensors = ((file.name, load_file(file).items()) for file in files)
+    return {f"{file} {name}": value for file, items in tensors for name, value in items}
 
 
 def same_weights(one: Artifact, other: Artifact) -> bool:
@@ -377,9 +376,8 @@ def test_a_run_from_a_published_encoder_continues_as_it(run_job_here, command, t
     assert run_job_here("pretrain", *first).code == 0
     again = of_published(tmp_path / "again", "--continue-from", tmp_path / "first", steps=6)
     assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 6
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "again")
-    ]
+    files = [tmp_path / name / "config.json" for name in ("first", "again")]
+    configs = [json.loads(file.read_text()) for file in files]
     assert configs[0] == configs[1] and configs[0]["model_type"] == "modernbert"
 
 
@@ -405,13 +403,11 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
     assert "pretrain.steps: 12" in refusal(*more, steps=12)
     assert "pretrain.steps: 10" in refusal(*more, steps=10)
     assert "loop.weight_decay is 0.0 there, 0.2 here" in refusal(*more, "--loop.weight-decay", 0.2)
-    assert "pretrain.objective is 'joint' there, 'mlm' here" in (
-        refusal(*more, "--pretrain.objective", "mlm")
-    )
+    other = refusal(*more, "--pretrain.objective", "mlm")
+    assert "pretrain.objective is 'joint' there, 'mlm' here" in other
     assert "shape.layers is 1 there, 2 here" in refusal(*more, "--encoder.layers", 2)
-    assert "was trained for 12 steps, not 10" in (
-        run_job_here("pretrain", *command(tmp_path / "short", steps=10)).refusal
-    )
+    fewer = run_job_here("pretrain", *command(tmp_path / "short", steps=10)).refusal
+    assert "was trained for 12 steps, not 10" in fewer
 
 
 SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
@@ -447,9 +443,8 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(run_job_here, command, 
     finished = run_job_here("pretrain", *command(tmp_path / "out", "--dry-run", "true"))
     said, cost = finished.summary, finished.summary["estimate"]
     assert "pretrain: nothing is written; the job would take about" in finished.stdout
-    assert {"parameters", "corpus_tokens", "epochs", "tokens_per_s_per_worker", "hours"} <= set(
-        said
-    )
+    names = {"parameters", "corpus_tokens", "epochs", "tokens_per_s_per_worker", "hours"}
+    assert names <= set(said)
     assert (cost["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
     assert cost["input_bytes"] > 0 and cost["memory_bytes"] > 16 * said["parameters"]
     threads = max(1, torch.get_num_threads() // 2)  # of each of two workers

@@ -217,10 +217,9 @@ def test_model_and_pool_move_together(run_job_here, embed, tiny_ranker, tmp_path
     assert (back["version"], back["pool"]["version"], back["pool"]["pinned"]) == (one, of_old, True)
     assert aliases_of("pair") == {"champion": one, "previous": two, "candidate": two}
     client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("polyrank").experiment_id
-    runs = client.search_runs(
-        [experiment], "params.registered_model = 'pair'", order_by=["start_time"]
-    )
+    experiments = [client.get_experiment_by_name("polyrank").experiment_id]
+    of_pair = "params.registered_model = 'pair'"
+    runs = client.search_runs(experiments, of_pair, order_by=["start_time"])
     recorded = [json.loads(artifact_text(run, "promotion.json")) for run in runs]
     moves = [(entry["before"], entry["version"], entry["pool"]["version"]) for entry in recorded]
     # Neither the refused one nor the plan.

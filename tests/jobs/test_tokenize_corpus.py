@@ -69,9 +69,8 @@ def test_the_manifest_and_the_tokenizer_are_what_a_trainer_needs(tokenize, tmp_p
     theirs = AutoTokenizer.from_pretrained(str(tmp_path / "tokenizer"))
     facts = made.vocabulary
     assert facts.size == len(theirs)
-    assert [facts.pad, facts.cls, facts.sep, facts.mask] == theirs.convert_tokens_to_ids(
-        ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
-    )
+    special = theirs.convert_tokens_to_ids(["[PAD]", "[CLS]", "[SEP]", "[MASK]"])
+    assert [facts.pad, facts.cls, facts.sep, facts.mask] == special
     assert set(facts.special) == set(theirs.all_special_ids)
     limits = made.tokenize_config
     assert limits.max_context_tokens == limits.max_response_tokens == 510
@@ -101,9 +100,8 @@ def test_without_a_valid_split_whole_groups_are_held_out(tokenize, reddit_corpus
     theirs = Tokenizer.load(TokenizedCorpus(made).tokenizer().local())
     for split, wanted in (("valid", True), ("train", False)):
         responses = [row["response"] for row in before if (row["group_id"] in held) == wanted]
-        assert [row["response"] for row in rows_of(made, split)] == [
-            ids[:510] for ids in theirs.ids(responses)
-        ]
+        expected = [ids[:510] for ids in theirs.ids(responses)]
+        assert [row["response"] for row in rows_of(made, split)] == expected
 
 
 def test_empty_texts_are_dropped_and_counted(tokenize, tmp_path, write_corpus):

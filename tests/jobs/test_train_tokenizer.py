@@ -62,9 +62,8 @@ def test_the_same_again_is_done_already_and_elsewhere_gives_the_same_files(train
     assert again == {**first, "already_done": True}
     elsewhere = train(*options, output=tmp_path / "elsewhere").summary
     assert elsewhere["fingerprint"] == first["fingerprint"]
-    assert "another job (tokenizer.vocabulary: 300 there, 301 here" in (
-        train("--tokenizer.vocabulary", 301).refusal
-    )
+    other = train("--tokenizer.vocabulary", 301).refusal
+    assert "another job (tokenizer.vocabulary: 300 there, 301 here" in other
 
 
 def test_a_corpus_is_known_by_its_contents_however_its_path_is_spelled(

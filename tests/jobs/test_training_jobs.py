@@ -64,9 +64,7 @@ def trained(
         if architecture == "bi":
             (home / "encoder").symlink_to(encoder)
             (home / "corpus").symlink_to(convai2_corpus.uri)
-            argv = arguments(
-                "bi", "corpus", "encoder", "rankers/bi", "--register-as", "tiny-bi",
-            )  # fmt: skip
+            argv = arguments("bi", "corpus", "encoder", "rankers/bi", "--register-as", "tiny-bi")
         else:
             start = train("bi").artifact.uri if architecture == "poly" else encoder
             output = home / "rankers" / architecture
@@ -266,9 +264,8 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
     def run(*more: object, verb: str = "finetune", **changed: object) -> str:
         given = {"corpus": convai2_corpus.uri, "encoder": encoder, "output": tmp_path / "out"}
         last_run = newest_run_id()
-        refusal = run_job_here(
-            verb, *arguments("bi", *{**given, **changed}.values(), *more)
-        ).refusal
+        argv = arguments("bi", *{**given, **changed}.values(), *more)
+        refusal = run_job_here(verb, *argv).refusal
         assert not list(tmp_path.glob("out*"))
         assert newest_run_id() == last_run
         return refusal
@@ -404,9 +401,8 @@ def test_a_published_ranker_continues_with_more_steps(
     assert not same_weights(tmp_path / "short", tmp_path / "whole")
     best = {name: value for name, value in whole["metrics"].items() if name.startswith("best_")}
     assert best.items() <= going_on["metrics"].items() and best
-    long, short, complete = (
-        open_artifact(str(tmp_path / name), "ranker") for name in ("long", "short", "whole")
-    )
+    folders = (str(tmp_path / name) for name in ("long", "short", "whole"))
+    long, short, complete = (open_artifact(folder, "ranker") for folder in folders)
     assert {**curve(short), **curve(long)} == curve(complete)
     assert long.manifest["inputs"]["continue_from"] == short.reference()
     again = run_job_here("finetune", *argv("long", 12, "--continue-from", tmp_path / "long"))
