@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -154,34 +153,7 @@ def processes(title: bytes) -> Iterator[int]:
                 yield int(folder.name)
 
 
-# A process dies
-
-
-@pytest.mark.long
-def test_a_killed_worker_is_replaced_and_the_weights_are_the_same(
-    run_job, command, whole, tmp_path
-):
-    output, killed, over = tmp_path / "encoder", [], threading.Event()
-
-    def kill() -> None:
-        while not over.wait(0.02):
-            if len(checkpoints(output)) == 2:
-                killed.append(max(processes(b"RayTrainWorker")))
-                os.kill(killed[0], signal.SIGKILL)
-                return
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        finished = run_job("pretrain", *command(output))
-    finally:
-        over.set()
-        killer.join()
-    assert finished.summary["counts"]["steps"] == STEPS
-    assert len(killed) == 1
-    encoder = open_artifact(str(output), "encoder")
-    assert same_weights(encoder, whole.artifact)
-    assert curve(encoder) == curve(whole.artifact)
+# Processes die. One of several workers: tests/cluster/test_chaos.py, with its node
 
 
 @pytest.mark.long
