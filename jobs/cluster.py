@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors
+
+_STARTS_TOO_SLOWLY = "timed out during startup"
+"""What Ray says when its own processes have not started after 30 s, which no setting changes."""
 
 
 @contextmanager
@@ -45,12 +48,29 @@ def session(
     if not address:
         options |= {"num_cpus": cpus or os.cpu_count(), "include_dashboard": dashboard}
     with _without_line_of_log_level():
-        context = ray.init(address or "local", **options)
+        context = _start_ray(address or "local", options)
     silence_ray()
     try:
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
+
+
+def _start_ray(address: str, options: dict[str, Any]) -> Any:
+    """Tries twice: 30 s are short where other work has the cores."""
+    import ray
+
+    for _ in range(2):
+        try:
+            return ray.init(address, **options)
+        except Exception as error:
+            if _STARTS_TOO_SLOWLY not in str(error):
+                raise
+            ray.shutdown()
+    raise Stopped(
+        "Ray did not start within 30 s, twice: other work has the cores of this machine, or Ray's own "
+        "processes fail (/tmp/ray/session_latest/logs says why); the same command tries again"
+    )
 
 
 @contextmanager

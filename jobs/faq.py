@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cluster, program, workflow
+from jobs.program import counts_in_words
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import BadInput
@@ -30,6 +32,7 @@ _SERVING = ("pool", "serve")
 """The steps after the evaluations."""
 _FEWEST_ROWS = 100
 """Fewer give training nothing to learn from, and its evaluation a handful of questions."""
+_TAG = re.compile(r"</?(?:p|br|div|span|a|b|i|strong|em|ul|ol|li|h\d|table|td|img)\b[^<>]*>", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +114,19 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """
     asked = evaluations[0]["examples"]
     names = ("untrained", "ranker")
-    right = {
-        name: _recall_at_1(said["table"]) for name, said in zip(names, evaluations, strict=False)
-    }
+    right, among_three = (
+        {name: _recall(said["table"], k) for name, said in zip(names, evaluations, strict=False)}
+        for k in (1, 3)
+    )
     # The trained one was the better one on all tables with two or more questions for an answer, so it is
     # served unless it is clearly worse here: by more than chance makes of so few questions.
     lead = (right["untrained"] - right.get("ranker", 0.0)) * asked
     best = "untrained" if "ranker" not in right or lead > math.sqrt(asked) / 2 else "ranker"
     called = {"untrained": "untrained", "ranker": "trained"}
-    counts = ", ".join(f"{called[name]} {share * asked:.0f}" for name, share in right.items())
+    counts = ", ".join(
+        f"{called[name]} {share * asked:.0f} ({among_three[name] * asked:.0f} among the first three)"
+        for name, share in right.items()
+    )
     hint = ""
     if len(right) > 1:
         scores = dict(zip(names, evaluations, strict=True))[best]["least_scores"]
@@ -133,10 +140,10 @@ def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
     )
 
 
-def _recall_at_1(table: dict[str, dict[str, float]]) -> float:
-    """That of the model, which is the last row."""
+def _recall(table: dict[str, dict[str, float]], k: int) -> float:
+    """R@k of the model, which is the last row; 1 for a k with which it is left out, as it is always 1."""
     *_, metrics = table.values()
-    return next(value for name, value in metrics.items() if name.startswith("R@1/"))
+    return next((value for name, value in metrics.items() if name.startswith(f"R@{k}/")), 1.0)
 
 
 def _table_format(config: Config, files: list[str]) -> pairs.Options:
@@ -189,7 +196,7 @@ def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
     report = ParseReport()
     rows = (tables.read(file, {}, raw.Reading(), report, form=options) for file in files)
     if not any(True for _ in itertools.chain.from_iterable(rows)):
-        broken = ", ".join(f"{count} {reason}" for reason, count in report.malformed.counts.items())
+        broken = counts_in_words(report.malformed.counts)
         raise BadInput(f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}")
 
 
@@ -206,21 +213,28 @@ def _format_options(config: Config, group: str) -> str:
 def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[bool, str]:
     """(whether to train, a line that says why)"""
     answers_of_questions, rows, empty = defaultdict[str, set[str]](set), 0, 0
+    report = ParseReport()
     for file in files:
-        for _, row in tables.read(file, table.columns, raw.Reading(), ParseReport(), form=table):
+        for _, row in tables.read(file, table.columns, raw.Reading(), report, form=table):
             question, answer = (row[name] for name in (table.context_column, table.response_column))
             if str(question or "").strip() and str(answer or "").strip():
                 answers_of_questions[str(question)].add(str(answer))
                 rows += 1
             else:
                 empty += 1
+    _say_unread_rows(config.table, report)
     answers = set[str]().union(*answers_of_questions.values())
+    if len(answers) < 2:
+        raise BadInput(f"{config.table}: has {len(answers)} different answers; allowed: 2 or more")
     several = [question for question, found in answers_of_questions.items() if len(found) > 1]
     if empty:
         print(f"{empty:,} rows lack a question or an answer and are left out", flush=True)
     if several:
         shown = f"such as {several[0]!r}"
-        print(f"{len(several):,} questions have several answers, {shown}", flush=True)
+        print(f"{len(several):,} questions have several answers, {shown}; all are kept", flush=True)
+    if tags := [tag[0] for answer in answers if (tag := _TAG.search(answer))]:
+        found = f"{len(tags):,} answers contain HTML, such as {min(tags)}"
+        print(f"{found}; it is embedded and shown as it is", flush=True)
     share = rows / max(len(answers), 1)
     pays = rows >= _FEWEST_ROWS and share >= _PAYS_FROM
     for_each = f"{int(10 * share) / 10} questions for each"
@@ -231,6 +245,19 @@ def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[boo
     if pays:
         return True, f"{counts}: trains ({rule}; --train false serves the encoder as it is)"
     return False, f"{counts}: serves the encoder as it is ({rule}; --train true trains)"
+
+
+def _say_unread_rows(table: str, report: ParseReport) -> None:
+    """Raises BadInput where more rows cannot be read than prepare_corpus takes."""
+    unread = report.malformed.counts.total()
+    if not unread:
+        return
+    numbers = ", ".join(f"{sample['line']:,}" for sample in report.malformed.samples[:3])
+    lines = f"lines {numbers}" + (" and others" if unread > 3 else "")
+    found = f"{counts_in_words(report.malformed.counts)} ({lines}; quote a text that holds the delimiter)"
+    if unread > report.records * raw.Reading().max_malformed_share:
+        raise BadInput(f"{table}: {unread:,} of {report.records:,} rows cannot be read: {found}")
+    print(f"{unread:,} rows cannot be read and are left out: {found}", flush=True)
 
 
 def _require_same_table(

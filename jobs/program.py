@@ -39,6 +39,8 @@ jobs.submit refuses a folder of this machine."""
 SIGPIPE = 128 + 13
 """The exit code of a program whose output nobody reads any more."""
 
+SIGTERM = 128 + 15
+
 command_of_verb = "python -m jobs.{}"
 """The command before a verb's options; `jobs.__main__` changes it."""
 
@@ -67,7 +69,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         fail(Stopped("interrupted; the same command resumes"), 130)
     except SystemExit as end:
         if end.code:  # 0: --help
-            _print_summary({"job": name, "exit_code": end.code, "error": ""})
+            reason = "terminated; the same command resumes" if end.code == SIGTERM else ""
+            _print_summary({"job": name, "exit_code": end.code, "error": reason})
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
@@ -122,7 +125,8 @@ def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) ->
 
 
 def in_words(summary: Summary) -> str:
-    """A summary for people: "embed_pool: done in 12.3 s: my/pools/answers/v-1 (87 candidates, 16 shards)"."""
+    """A summary for people: "embed_pool: done in 12.3 s: my/pools/answers/v-1 (87 candidates, 16 shards);
+    left out: 2 empty text"."""
     if "exit_code" in summary:
         return f"{summary['job']}: failed (exit code {summary['exit_code']}): {summary['error']}"
     done = "already done" if summary.get("already_done") else "done"
@@ -131,7 +135,17 @@ def in_words(summary: Summary) -> str:
     numbers = (summary.get("counts") or {}).items()
     counted = ", ".join(f"{number:,} {name}" for name, number in numbers if "." not in name)
     counts = f" ({counted})" if counted else ""
-    return f"{summary['job']}: {done}{seconds}{output}{counts}"
+    dropped = {reason: n for reason, n in (summary.get("dropped") or {}).items() if n}
+    left_out = f"; left out: {counts_in_words(dropped)}" if dropped else ""
+    return f"{summary['job']}: {done}{seconds}{output}{counts}{left_out}"
+
+
+def counts_in_words(counts: Mapping[str, int], most: int = 3) -> str:
+    """The largest counts, and how many records the other reasons have: "12 no answer, 3 not JSON"."""
+    largest = sorted(counts.items(), key=lambda item: -item[1])
+    others = sum(number for _, number in largest[most:])
+    shown = [f"{number:,} {reason}" for reason, number in largest[:most]]
+    return ", ".join(shown + ([f"{others:,} for other reasons"] if others else []))
 
 
 def _print_summary(summary: Summary) -> bool:

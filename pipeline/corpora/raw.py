@@ -303,6 +303,6 @@ def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(malformed.items()))
         raise BadInput(
             f"{malformed_count:,} of {total:,} records ({malformed_count / total:.1%}) are malformed "
-            f"({reasons}), more than reading.max_malformed_share {reading.max_malformed_share:g}; "
+            f"({reasons}), more than --reading.max-malformed-share {reading.max_malformed_share:g}; "
             f"see {draft.path('rejected')}"
         )

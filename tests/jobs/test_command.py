@@ -158,8 +158,10 @@ def test_a_person_reads_words_and_a_program_json(saying, tmp_path):
     ("summary", "words"),
     [
         ({"job": "embed_pool", "output": "p/v-1", "already_done": False, "seconds": 1234.5,
-          "counts": {"candidates": 1200, "files.written": 3}},
+          "counts": {"candidates": 1200, "files.written": 3}, "dropped": {"no text": 0}},
          "embed_pool: done in 1,234.5 s: p/v-1 (1,200 candidates)"),
+        ({"job": "embed_pool", "output": "p", "dropped": {"a": 1, "b": 2000, "c": 3, "d": 4, "e": 0}},
+         "embed_pool: done: p; left out: 2,000 b, 4 d, 3 c, 1 for other reasons"),
         ({"job": "finetune", "output": "r", "already_done": True, "seconds": 3.0, "counts": {}},
          "finetune: already done: r"),
         ({"job": "x", "exit_code": 2, "error": "why"}, "x: failed (exit code 2): why"),

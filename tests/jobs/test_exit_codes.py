@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import ray
 
-from jobs import packages, program
+from jobs import cluster, packages, program
+from pipeline.config import Stopped
 from tests.helpers import job_command
 
 SUBMITTED = """
@@ -117,3 +119,16 @@ def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == "mine"
+
+
+def test_a_ray_that_starts_too_slowly_is_tried_twice(monkeypatch):
+    tried = []
+
+    def init(*arguments, **options):
+        tried.append(arguments)
+        raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Stopped, match="Ray did not start within 30 s, twice"):
+        cluster._start_ray("local", {})
+    assert len(tried) == 2

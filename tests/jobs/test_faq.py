@@ -161,20 +161,47 @@ def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_pat
     assert reason.startswith("3 rows have 2 answers, 1.5 questions for each")
     said = capsys.readouterr().out
     assert "2 rows lack a question or an answer and are left out" in said
-    assert "1 questions have several answers, such as 'how ?'" in said
+    assert "1 questions have several answers, such as 'how ?'; all are kept" in said
+
+
+def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, run_job_here, capfd):
+    table = tmp_path / "faq.csv"
+    rows = [f"how {n} ?,<p>so {n}</p>\n" for n in range(300)]
+    table.write_text("".join(["question,answer\n", *rows, "when ?,now, or later\n"]))
+    config = parse(faq.Config, [str(table)], "polyrank faq")
+    faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+    said = capfd.readouterr().out
+    assert (
+        "1 rows cannot be read and are left out: 1 more or fewer fields than columns (lines 302; "
+        in said
+    )
+    assert "300 answers contain HTML, such as <p>; it is embedded and shown as it is" in said
+    table.write_text("".join(["question,answer\n", *rows[:90], "when ?,now, or later\n" * 5]))
+    refused = run_job_here("faq", table, "--dry-run").refusal
+    assert (
+        "faq.csv: 5 of 95 rows cannot be read: 5 more or fewer fields than columns (lines 92, 93, 94 and"
+        in refused
+    )
+
+
+def test_a_table_with_one_answer_is_refused(run_job_here, tmp_path):
+    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\nwhen ?,so\n")
+    refused = run_job_here("faq", tmp_path / "faq.csv", "--dry-run").refusal
+    assert "faq.csv: has 1 different answers; allowed: 2 or more" in refused
 
 
 @pytest.mark.parametrize(("shares", "best", "counts"), [
-    ((0.5, 0.75), "ranker", "untrained 12, trained 18"),
-    ((0.75, 0.5), "untrained", "untrained 18, trained 12"),
-    ((0.5, 0.5), "ranker", "untrained 12, trained 12"),
-    ((0.58, 0.5), "ranker", "untrained 14, trained 12"),
-    ((0.5,), "untrained", "untrained 12"),
+    ((0.5, 0.75), "ranker", "untrained 12 (14 among the first three), trained 18 (20 among"),
+    ((0.75, 0.5), "untrained", "untrained 18 (20 among the first three), trained 12 (14 among"),
+    ((0.5, 0.5), "ranker", "untrained 12 ("),
+    ((0.58, 0.5), "ranker", "untrained 14 ("),
+    ((0.5,), "untrained", "untrained 12 (14 among the first three)"),
 ])  # fmt: skip
 def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
     least = {"score": 7.5, "right": 0.05, "wrong": 0.5, "absent": 0.6}
     steps = [
-        {"job": "evaluate", "examples": 24, "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r}},
+        {"job": "evaluate", "examples": 24,
+         "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r, "R@3/9": r + 0.1}},
          "least_scores": {"bi": {**least, "score": 100 * r}}}
         for r in shares
     ]  # fmt: skip
@@ -231,7 +258,7 @@ def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, te
 
 
 def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path):
-    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\n")
+    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\nwhen ?,now\n")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         options = ("--port", port, "--work", tmp_path / "my")
@@ -241,7 +268,7 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
 
 def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
     table = tmp_path / "my $faq.csv"
-    table.write_text("the question,$answer\nhow ?,so\n")
+    table.write_text("the question,$answer\nhow ?,so\nwhen ?,now\n")
     columns = ("--question", "the question", "--answer", "$answer")
     done = run_job_here("faq", table, *columns, "--dry-run")
     assert done.code == 0, done.stderr

@@ -259,7 +259,7 @@ def test_too_many_malformed_lines_stop_the_job_until_it_may_go_on(prepare, dump,
     many = len(lines) // 50
     files = {"RC": b"\n".join([*lines, *[b"rubbish"] * many])}
     refusal = prepare(files).refusal
-    for part in (f"{many:,} not JSON", f"of {len(lines) + many:,} records", "max_malformed_share"):
+    for part in (f"{many:,} not JSON", f"of {len(lines) + many:,} records", "max-malformed-share"):
         assert part in refusal
     assert not (tmp_path / "out").exists()
     samples = rejected(tmp_path / "out.partial" / "rejected")

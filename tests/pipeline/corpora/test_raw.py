@@ -227,7 +227,7 @@ def test_malformed_records_above_the_bound_are_refused_by_reason(out):
     raw.check_share(out, records(1000, bad=1000), Reading(max_malformed_share=1))
     with pytest.raises(BadInput) as caught:
         raw.check_share(out, records(1000, worse=2, bad=9), Reading())
-    for part in ("11 of 1,000", "1.1%", "9 bad, 2 worse", "max_malformed_share", "rejected"):
+    for part in ("11 of 1,000", "1.1%", "9 bad, 2 worse", "max-malformed-share", "rejected"):
         assert part in str(caught.value)
 
 
