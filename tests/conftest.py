@@ -87,7 +87,8 @@ _LONGEST = {"test_page_commands.py", "test_serve_files.py"}
 # Files that share what takes 20 s of two slow cores to start: a Ray, and the process whose forks are ranks.
 _TOGETHER = {
     "ray": {
-        "cluster/test_serve_files.py", "cluster/test_from_zero.py", "pipeline/corpora/test_reddit_failures.py",
+        "cluster/test_serve_files.py", "cluster/test_from_zero.py",
+        "pipeline/corpora/test_reddit_failures.py",
         *(f"pipeline/engine/test_{name}.py" for name in ("messages", "resources", "run")),
     },
     "ranks": {f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed")},
