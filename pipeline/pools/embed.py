@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.config import NOT_IDENTITY, BadInput, require
@@ -33,9 +33,6 @@ from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.pools.versions import PLAN, Version, files_of_rows
-
-if TYPE_CHECKING:
-    from pipeline.pools.embedder import Embedder
 
 # Of an actor: while one is in the model, the one before is checked and written, and the next one read.
 _SHARDS_AT_ONCE = 2
@@ -258,7 +255,7 @@ def _canaries(gate: GateConfig, canaries_before: Canaries | None) -> list[list[s
     return None
 
 
-def _embedder(model: Source, **settings: Any) -> Embedder:
+def _embedder(model: Source, **settings: Any) -> Work[EmbedRecord]:
     # Not loaded by who drives this: torch and transformers take seconds, and memory.
     from pipeline.pools.embedder import Embedder
 
@@ -266,4 +263,6 @@ def _embedder(model: Source, **settings: Any) -> Embedder:
 
 
 def _checker(model: Source, **settings: Any) -> Work[CheckRecord]:
-    return _embedder(model, **settings).check_again
+    from pipeline.pools.embedder import Embedder
+
+    return Embedder(model.local(), **settings).check_again
