@@ -221,6 +221,8 @@ def door(address, tracking_uri, monkeypatch) -> Iterator[Door]:
     mlflow.set_tracking_uri(made.address)
     yield made
     mlflow.set_tracking_uri(tracking_uri)
+    # Else its thread still waits, and may accept what comes for the next listener with this number.
+    made.listener.shutdown(socket.SHUT_RDWR)
     made.listener.close()
 
 
