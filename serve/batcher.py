@@ -8,7 +8,8 @@ more than a batch. Each queue is first come, first served: a request that was be
 stage. Queues take turns, by start-time fair queueing (Goyal, Vin and Cheng, 1996): a queue's finish grows by
 the cost of each row that is computed, which counts `_BULK` times for bulk, and the queue with the least
 finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
-requests, nor large ones move a sender before the others.
+requests, nor large ones move a sender before the others. While one sender has most of the rows and others
+are there, its batches are short, and the rows of the others are computed without its rows.
 
 Admission: a request is refused if it would wait for too many seconds of work. Only admitted work that comes
 before it counts, and never its own: a list of requests is one request, which its parts do not refuse. The
