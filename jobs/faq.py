@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cluster, program, workflow
-from jobs.program import counts_in_words
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import BadInput
@@ -196,7 +195,7 @@ def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
     report = ParseReport()
     rows = (tables.read(file, {}, raw.Reading(), report, form=options) for file in files)
     if not any(True for _ in itertools.chain.from_iterable(rows)):
-        broken = counts_in_words(report.malformed.counts)
+        broken = program.counts_in_words(report.malformed.counts)
         raise BadInput(f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}")
 
 
@@ -254,7 +253,8 @@ def _say_unread_rows(table: str, report: ParseReport) -> None:
         return
     numbers = ", ".join(f"{sample['line']:,}" for sample in report.malformed.samples[:3])
     lines = f"lines {numbers}" + (" and others" if unread > 3 else "")
-    found = f"{counts_in_words(report.malformed.counts)} ({lines}; quote a text that holds the delimiter)"
+    reasons = program.counts_in_words(report.malformed.counts)
+    found = f"{reasons} ({lines}; quote a text that holds the delimiter)"
     if unread > report.records * raw.Reading().max_malformed_share:
         raise BadInput(f"{table}: {unread:,} of {report.records:,} rows cannot be read: {found}")
     print(f"{unread:,} rows cannot be read and are left out: {found}", flush=True)

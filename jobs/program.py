@@ -40,6 +40,7 @@ SIGPIPE = 128 + 13
 """The exit code of a program whose output nobody reads any more."""
 
 SIGTERM = 128 + 15
+"""The exit code of a program that SIGTERM has ended."""
 
 command_of_verb = "python -m jobs.{}"
 """The command before a verb's options; `jobs.__main__` changes it."""
