@@ -189,7 +189,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
 
 
 def _path(dump: str, out: str) -> str:
-    """Dump → corpus → subwords → ranker → evaluation and pool; returns the outputs' fingerprints."""
+    """Dump → corpus → subwords → ranker → evaluation and pool; returns the first two outputs' fingerprints."""
     stages = {
         "prepare_corpus": "--format reddit --input DUMP --output OUT/corpus",
         "train_tokenizer": "--corpus OUT/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 "
@@ -202,12 +202,12 @@ def _path(dump: str, out: str) -> str:
         "embed_pool": "--model OUT/ranker --candidates OUT/corpus/train --embed.text-column response "
         "--embed.id-column example_id --pools OUT/pools --name replies",
     }
-    made = []
+    fingerprints = []
     for verb, options in stages.items():
         for name, value in (("DUMP", dump), ("OUT", out), ("RECIPE", str(_RECIPE))):
             options = options.replace(name, value)
-        made.append(run_stage(verb, verb, *options.split())["fingerprint"])
-    return " ".join(map(str, made[:2]))
+        fingerprints.append(run_stage(verb, verb, *options.split()).get("fingerprint"))
+    return " ".join(map(str, fingerprints[:2]))
 
 
 @contextmanager
