@@ -86,6 +86,7 @@ lock:
 
 # The lock is complete, so nothing is resolved, but for torch's own libraries: of CUDA, in its build for GPUs.
 # The lock's own pip comes first: that of Python 3.11 takes three times as long to find these files in an index.
+# Each pip unpacks on one core, so three share the files: torch, and two halves of the lock.
 # All cores compile; pip would take one, and some files of others' tests do not compile. It has to be done here:
 # where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would compile anew (a demo of 5.2 minutes, not 3.7).
 # What is left out is hardly ever imported: two fifths of all.
@@ -97,7 +98,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 	$(PYTHON) -m venv .venv
 	sed -n '/^pip==/,/[^\\]$$/p' requirements.lock > .venv/pip.lock
 	$(INSTALL) -r .venv/pip.lock
-	$(INSTALL) --no-deps -r requirements.lock
+	awk '/^[a-zA-Z]/ {entry++} {print > ".venv/half-" entry % 2 ".lock"}' requirements.lock
+	printf '%s\n' torch.lock .venv/half-0.lock .venv/half-1.lock | xargs -P 3 -I FILE $(INSTALL) --no-deps -r FILE
 	$(INSTALL) -r torch.lock
 	$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' .venv/lib || true
 	$(INSTALL) --no-deps -e .
