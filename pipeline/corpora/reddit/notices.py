@@ -58,8 +58,7 @@ _ENGLISH = (
     # [deleted] ^^^0.1019 [^^^What ^^^is ^^^this?](https://pastebin.com/…)
     r"\[?deleted\]?[\s^]+[\d.]*\s*\[?\W*what\W+is\W+this\W*(?:\(https?://[^)]*\))?",
     # Comment removed by moderator. Rule 3; deleted in protest; edited with Power Delete Suite
-    rf"(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_CHANGED}"
-    rf" {_PROTEST}[^?]*",
+    rf"(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_CHANGED} {_PROTEST}[^?]*",
     rf"(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: and (?:the |my )?{_THING} {_REMOVED})?"
     r" (?:due to|because of) (?:reddit|(?:the )?api|spez)\b[^?]*",
     rf"i(?:'ve| have)? {_CHANGED} [^?.]*{_THING} [^?.]*{_PROTEST}[^?]*\b(?:api|reddit)\b[^?]*",

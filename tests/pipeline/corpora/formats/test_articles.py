@@ -42,7 +42,7 @@ from pipeline.corpora.formats.articles import count_words, split_sentences
         ["(It was so.)", "(Then it was not.)"],
         ["See Figs. 3 and 4, Eq. 5 in Sec. 6, and pp. 7 to 9.", "It holds."],
         ["He met Capt. Jones on Jan. 5, 1900, and Smith et al. (1990) say so.", "They left."],
-        ["Kids like figs.", "They eat no peas."],
+        ["Kids like figs.", "They eat no peas.", "They went to Koch'ang.", "It rained."],
         ["См. рис. 3 на стр. 5 в изд. Наука.", "Об этом писал акад. Павлов."],
         ["Он приехал 5 янв. 1900 года на пл. Ленина.", "Вышел том.", "Том 2 вышел позже."],
         ["Київ, вул. Хрещатик.", "Це столиця."],
