@@ -50,8 +50,8 @@ _SENTENCE_END = re.compile(
     rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
 )
 _ABBREVIATION = re.compile(
-    r"(?:(?<!['’])\b(?:Mr|Mrs|Ms|Messrs|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|viz|approx|eds?|et al|op\. cit"
-    r"|Inc|Ltd|Co|Corp|Gen|Col|Capt|Maj|Cmdr|Adm|Sgt|Lt|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e"
+    r"(?:(?<!['’])\b(?:Mr|Mrs|Ms|Messrs|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|viz|approx|eds?|et al"
+    r"|op\. cit|Inc|Ltd|Co|Corp|Gen|Col|Capt|Maj|Cmdr|Adm|Sgt|Lt|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e"
     r"|Nr|Abb|bzw|Bd|Str|geb|gest|evtl|ggf|inkl|Mio|Mrd|Hr|Fr|Fa|Dr\. (?:med|jur|phil|rer|nat)|[Vv]gl|sog"
     r"|ehem|Hrsg|röm|kath|evang|lat|griech|engl|franz|frz|ital|österr|dt|Pfr"
     r"|Mme|Mlle|MM|Mgr|Ste|[Bb]oul|[Éé]d|trad|p\. ex"
