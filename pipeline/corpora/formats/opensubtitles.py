@@ -52,9 +52,9 @@ _OTHER_LAYOUT = re.compile(
     r"|[{\[]\s*$|\[?\s*\{\s*[\"']\w|\".*\"[,;]\".*\"$)",
     re.IGNORECASE,
 )
-# Numbers of subtitles, and lines that begin with a time or with frames: raw text has some of them.
+# Numbers of subtitles, lines that begin with a time or with frames, and tabs: raw text has few of them.
 _NUMBERED = re.compile(
-    r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+\s*(?:[,;|]|[.)]\s|$)"
+    r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+\s*(?:[,;|]|[.)]\s|$)|\S\t+\S"
 )
 _LEAST_NUMBERED, _MANY_NUMBERED = 4, 0.3  # lines, and their share of the first ones
 _ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"
@@ -124,7 +124,7 @@ def parse(
         is_tsv = text_lines == 1 and "\t" in line.strip()
         if is_tsv or (text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line)):
             raise _other_layout(uri, number, line)
-        if text_lines <= _LAYOUT_LINES and _NUMBERED.match(line):
+        if text_lines <= _LAYOUT_LINES and _NUMBERED.search(line):
             numbered.append((number, line))
         elif text_lines > _LAYOUT_LINES and len(numbered) >= _MANY_NUMBERED * _LAYOUT_LINES:
             raise _other_layout(uri, *numbered[0])

@@ -118,6 +118,7 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
                 '{0}, {0}9,"{1}"',
                 "{} | {}",
                 "{}. {}",
+                "{} {}\tIn the kitchen.",
             )
         ),
     ],
