@@ -146,7 +146,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _with_plain_types(rows: pa.Table) -> pa.Table:
     """The rows as a corpus has them; an empty cell is an empty text."""
-    columns = {name: rows[name].combine_chunks() for name in rows.column_names}
+    columns = {name: rows[name].chunk(0) for name in rows.column_names}
     return pa.table(
         {
             name: values.cast(pa.list_(pa.string()))
