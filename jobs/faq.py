@@ -174,7 +174,7 @@ def _options_of_this_job() -> Iterator[None]:
 
 def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:
     """Raises BadInput where a column that nobody named cannot be found by its name."""
-    columns = tables.first_columns(files[0], raw.Reading(), options)
+    columns = tables.first_columns(files, raw.Reading(), options)
     if len(columns) == 1 and not (config.question and config.answer):
         hint = tables.delimiter_hint(columns, options)
         raise BadInput(

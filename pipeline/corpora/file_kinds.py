@@ -14,9 +14,15 @@ _HEAD_BYTES = 4096
 _SHOWN_CHARACTERS = 20  # before and after the first letter that is not ASCII
 
 _KINDS: tuple[tuple[bytes, str], ...] = (
-    (rb"PK\x03\x04", "an Excel workbook, or another ZIP archive; save the table as CSV in UTF-8"),
+    (
+        rb"PK(?:\x03\x04|\x05\x06|\x07\x08)",
+        "an Excel workbook, or another ZIP archive; save the table as CSV in UTF-8, or unpack the archive",
+    ),
     (rb"\xd0\xcf\x11\xe0", "an Excel or Word file of Office 97; save the table as CSV in UTF-8"),
-    (rb"PAR1", "Parquet, which only tables are read from"),
+    (
+        rb"PAR1",
+        "Parquet, which only tables are read from, and only if it is not compressed once more",
+    ),
     (rb"(?s:.{257})ustar", "a tar archive; unpack it"),
     (rb"7z\xbc\xaf|Rar!\x1a", "a 7z or RAR archive; unpack it"),
     (
@@ -25,7 +31,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     ),
     (rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd", "compressed twice; decompress it once"),
     (
-        rb"ARROW1\0|Obj\x01|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|\x80[\x02-\x05]",
+        rb"ARROW1\0|\xff{4}.{3}\0|Obj\x01|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|\x80[\x02-\x05]",
         "binary data; convert it to Parquet or JSON lines",
     ),
     (
@@ -38,6 +44,14 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
         "a web page, such as the answer of a server that refused the download",
     ),
 )
+_TABLE_ENDINGS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".csv": "csv",
+}
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -51,6 +65,12 @@ def require_text(uri: str, head: bytes) -> None:
     for pattern, kind in _KINDS:
         if re.match(pattern, head[:_HEAD_BYTES]):
             raise BadInput(f"{uri}: {kind}")
+
+
+def named_table(name: str) -> str:
+    """json, tsv or csv, by a file's name without .gz and the like; "": its name is not that of a table."""
+    kinds = (kind for ending, kind in _TABLE_ENDINGS.items() if name.lower().endswith(ending))
+    return next(kinds, "")
 
 
 def require_narrow(uri: str, data: bytes, option: str = "") -> None:
@@ -91,6 +111,7 @@ def _wide_encoding(head: bytes) -> str:
     for mark, encoding in _BYTE_ORDER_MARKS:
         if head.startswith(mark):
             return encoding
+    head = head.rstrip(b"\0")  # a file that is filled up to a block is none
     zeros = [head[start::2].count(0) for start in (0, 1)]
     if sum(zeros) < len(head) / 4:
         return ""

@@ -134,7 +134,7 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     """The contents in blocks of whole lines, of about `block_bytes` each.
 
     Of a file without line feeds, carriage returns end the lines. A line over 10 MiB is replaced by
-    `OVERLONG` and its beginning. Raises Truncated after the last whole line.
+    `OVERLONG` and its beginning. Zeros at the end are left out. Raises Truncated after the last whole line.
     """
     pieces: list[bytes] = []  # whole lines, then the beginning of one
     size, open_line_bytes, skips_line = 0, 0, False
@@ -164,7 +164,7 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
         if end := data.rfind(b"\n") + 1:
             yield data[:end]
         raise
-    if data := b"".join(pieces):
+    if data := b"".join(pieces).rstrip(b"\0"):  # as behind a compressed stream
         yield data
 
 

@@ -6,16 +6,17 @@ A folder of BEIR (Thakur et al., 2021, arXiv 2104.08663) holds
     queries.jsonl      {"_id": …, "text": …}
     qrels/test.tsv     query-id, corpus-id, score             under that header; a score above 0 is right
 
+as they are, or compressed: corpus.jsonl.gz and so on.
+
 Axes: N queries.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,12 @@ import numpy as np
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.config import BadInput, require
+from pipeline.corpora import raw
 
 FIRST, DEPTH = 10, 100  # of nDCG and MRR; of MAP and recall
+_STRICT = raw.Reading(max_malformed_share=0)  # a line that is not UTF-8 is refused
+_SUFFIXES = ("", ".gz", ".zst", ".bz2", ".xz")
+_GRADE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
 METRICS = (f"nDCG@{FIRST}", f"MAP@{DEPTH}", f"recall@{DEPTH}", f"MRR@{FIRST}", "R@1")
 
 
@@ -53,16 +58,15 @@ def read_beir(folder: str, split: str) -> Collection:
     """Reads a folder of BEIR, here or in an object store. Raises BadInput for one that is none."""
     left_out = Counter[str]()
     documents = dict[str, str]()
-    for line, row in _rows(storage.join(folder, "corpus.jsonl")):
-        title, text = (str(row.get(name) or "").strip() for name in ("title", "text"))
-        if not (title or text):
+    for place, row in _rows(folder, "corpus.jsonl"):
+        text = f"{_text(row, 'title', place)} {_text(row, 'text', place)}".strip()
+        if text:
+            _add(documents, _id(row, place), text, place)
+        else:
             left_out["documents without a text"] += 1
-            continue
-        _add(documents, _id(row, "corpus.jsonl", line, folder), f"{title} {text}".strip(), folder)
-    texts = {
-        _id(row, "queries.jsonl", line, folder): str(row.get("text") or "").strip()
-        for line, row in _rows(storage.join(folder, "queries.jsonl"))
-    }
+    texts = dict[str, str]()
+    for place, row in _rows(folder, "queries.jsonl"):
+        _add(texts, _id(row, place), _text(row, "text", place), place)
     grades = dict[str, dict[str, int]]()
     for query, document, grade in _judgements(storage.join(folder, "qrels", f"{split}.tsv")):
         if grade <= 0:
@@ -113,48 +117,62 @@ def _discounted(gains: Sequence[int]) -> float:
     return sum(gain / math.log2(1 + rank) for rank, gain in enumerate(gains[:FIRST], 1))
 
 
-def _rows(uri: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each line that is not empty."""
-    if not storage.exists(uri):
-        raise BadInput(
-            f"{uri}: missing; a folder of BEIR has corpus.jsonl, queries.jsonl and qrels/"
-        )
-    with io.TextIOWrapper(storage.open_input(uri), encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise BadInput(f"{uri}, line {number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise BadInput(
-                    f"{uri}, line {number}: {type(row).__name__} is not allowed; allowed: an object"
-                )
-            yield number, row
+def _rows(folder: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, object) of each line that is not empty; a place is "file, line number"."""
+    uri = _stored(
+        storage.join(folder, name), "a folder of BEIR has corpus.jsonl, queries.jsonl and qrels/"
+    )
+    for number, line in raw.read_lines(uri, _STRICT):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{uri}, line {number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise BadInput(
+                f"{uri}, line {number}: {type(row).__name__} is not allowed; allowed: an object"
+            )
+        yield f"{uri}, line {number}", row
 
 
-def _id(row: Mapping[str, Any], file: str, line: int, folder: str) -> str:
-    name, place = row.get("_id"), f"{storage.join(folder, file)}, line {line}: _id"
-    require(isinstance(name, str | int) and name != "", place, name, "a text")
+def _stored(uri: str, advice: str) -> str:
+    """The file, or a compressed one of its name."""
+    found = next((uri + suffix for suffix in _SUFFIXES if storage.exists(uri + suffix)), None)
+    if found is None:
+        raise BadInput(f"{uri}: missing; {advice}")
+    return found
+
+
+def _id(row: Mapping[str, Any], place: str) -> str:
+    name = row.get("_id")
+    is_number = isinstance(name, int) and not isinstance(name, bool)
+    require(is_number or (raw.is_text(name) and name != ""), f"{place}: _id", name, "a text")
     return str(name)
 
 
-def _add(documents: dict[str, str], document: str, text: str, folder: str) -> None:
-    if documents.setdefault(document, text) != text:
-        raise BadInput(f"{folder}: corpus.jsonl: _id {document!r} has two texts")
+def _text(row: Mapping[str, Any], name: str, place: str) -> str:
+    value = row.get(name)
+    require(value is None or isinstance(value, int | float) or raw.is_text(value), f"{place}: {name}",
+            type(value).__name__, "a text")  # fmt: skip
+    return "" if value is None else str(value).strip()
+
+
+def _add(texts: dict[str, str], name: str, text: str, place: str) -> None:
+    if texts.setdefault(name, text) != text:
+        raise BadInput(f"{place}: _id {name!r} has two texts")
 
 
 def _judgements(uri: str) -> Iterator[tuple[str, str, int]]:
-    if not storage.exists(uri):
-        raise BadInput(f"{uri}: missing; --split names a file of qrels/")
-    with io.TextIOWrapper(storage.open_input(uri), encoding="utf-8", newline="") as lines:
-        for number, row in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-            if not row or (number == 1 and row[0] == "query-id"):
-                continue
-            if len(row) != 3 or not row[2].lstrip("-").isdecimal():
-                raise BadInput(
-                    f"{uri}, line {number}: {row} is not allowed; allowed: query-id, corpus-id and a whole "
-                    "number, with tabs"
-                )
-            yield row[0], row[1], int(row[2])
+    uri = _stored(uri, "--split names a file of qrels/")
+    for number, line in raw.read_lines(uri, _STRICT):
+        row = line.split("\t")
+        if not line.strip() or (number == 1 and row[0] == "query-id"):
+            continue
+        grade = _GRADE.fullmatch(row[2].strip()) if len(row) == 3 else None
+        if grade is None:
+            raise BadInput(
+                f"{uri}, line {number}: {row} is not allowed; allowed: query-id, corpus-id and a whole "
+                "number, with tabs"
+            )
+        yield row[0], row[1], int(grade[1])

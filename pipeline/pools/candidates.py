@@ -228,6 +228,7 @@ def _stage_pieces(
         counts={"records": report.records, **redacted_count(redacted)},
         dropped=dict(rejects.counts),
         malformed=dict(report.malformed.counts),
+        notes=report.notes,
     )
 
 

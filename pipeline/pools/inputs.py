@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import registry, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import digest
+from pipeline.corpora.file_tasks import is_document
 from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
 from pipeline.models.precision import NUMERICS
@@ -65,12 +66,14 @@ def resolve_inputs(
 
 
 def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:
-    """(the shards of corpora and the files that URIs name, the corpora)"""
+    """(the shards of corpora and the files that URIs name, the corpora); of a folder without its README and
+    other documents"""
     files, corpora = list[str](), list[Artifact]()
     for uri in uris:
         if storage.exists(storage.join(uri, MANIFEST)):
             corpora.append(open_artifact(uri, "corpus"))
             files += [storage.join(corpora[-1].uri, e["path"]) for e in example_files(corpora[-1])]
         else:
-            files += storage.expand((uri,), "candidates")
+            expanded = storage.expand((uri,), "candidates")
+            files += [file for file in expanded if len(expanded) == 1 or not is_document(file)]
     return files, corpora

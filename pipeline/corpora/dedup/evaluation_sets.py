@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.corpora import raw
+from pipeline.corpora import file_kinds, raw
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import read_pieces, sides
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
@@ -25,6 +27,7 @@ ComparedText = Literal["example", "response"]
 """All turns and the response of an example, or the response alone."""
 _HELD_OUT: tuple[Split, ...] = ("valid", "test")
 _LINES = 10_000
+_JSON = re.compile(r'\s*(?:\[\s*)?\{\s*"\w')
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,15 @@ def compared_words(rows: pa.Table, compared_text: ComparedText) -> Tokens:
 def read_texts(uri: str, compared_text: ComparedText) -> Iterator[tuple[pa.Array, Hashes, Tokens]]:
     """(ids, hashes of groups, words) of the texts of a file, some at a time."""
     if not uri.endswith(".parquet"):
-        lines = raw.read_lines(uri, raw.Reading())
+        lines = _text_lines(uri)
         while batch := list(itertools.islice(lines, _LINES)):
             ids = _ids(uri, (number for number, _ in batch))
             words = hashing.words(pa.array([text for _, text in batch]))
             yield ids, hashing.text_hashes(ids), words
         return
     texts, name_columns = _text_and_name_columns(uri, compared_text)
-    for numbers, rows in read_pieces(uri, texts + name_columns):
+    for numbers, read_rows in read_pieces(uri, texts + name_columns):
+        rows = _with_plain_types(read_rows)
         names = {name: rows[name].chunk(0) for name in name_columns}
         ids = names["example_id"] if "example_id" in names else _ids(uri, numbers + 1)
         if texts == ["text"]:
@@ -94,6 +98,16 @@ def read_texts(uri: str, compared_text: ComparedText) -> Iterator[tuple[pa.Array
         else:
             words = compared_words(rows, compared_text)
         yield ids, hashing.text_hashes(names.get("group_id", ids)), words
+
+
+def _text_lines(uri: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file of texts. Raises BadInput for a table, whose marks would be words of its texts."""
+    lines = raw.read_lines(uri, raw.Reading())
+    first = list(itertools.islice(lines, 1))
+    if file_kinds.named_table(raw.plain_name(uri)) or any(_JSON.match(line) for _, line in first):
+        raise BadInput(f"--evaluation {uri}: a table or JSON; allowed: a text in each line, Parquet with the "
+                       "columns context (a list) and response, or text, or a corpus")  # fmt: skip
+    return itertools.chain(first, lines)
 
 
 def _text_and_name_columns(uri: str, compared_text: ComparedText) -> tuple[list[str], list[str]]:
@@ -107,8 +121,11 @@ def _text_and_name_columns(uri: str, compared_text: ComparedText) -> tuple[list[
     def has_column(name: str) -> bool:
         if name not in schema.names:
             return False
-        column_type = pa.list_(pa.string()) if name == "context" else pa.string()
-        return bool(schema.field(name).type == column_type)
+        kind = schema.field(name).type
+        if name != "context":
+            return _is_text(kind)
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_list and _is_text(kind.value_type)
 
     examples = ["response"] if compared_text == "response" else ["context", "response"]
     texts = next(
@@ -118,6 +135,26 @@ def _text_and_name_columns(uri: str, compared_text: ComparedText) -> tuple[list[
         raise BadInput(f"{uri}: no texts; needed: the columns context (a list) and response, or text; "
                        f"there are: {', '.join(schema.names)}")  # fmt: skip
     return texts, [name for name in ("example_id", "group_id") if has_column(name)]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Whether a column of Parquet holds texts, also as other programs than pyarrow store them."""
+    types = pa.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _with_plain_types(rows: pa.Table) -> pa.Table:
+    """The rows as a corpus has them; an empty cell is an empty text."""
+    columns = {name: rows[name].chunk(0) for name in rows.column_names}
+    return pa.table(
+        {
+            name: values.cast(pa.list_(pa.string()))
+            if name == "context"
+            else pc.fill_null(values.cast(pa.string()), "")
+            for name, values in columns.items()
+        }
+    )
 
 
 def _ids(uri: str, numbers: Iterable[int]) -> pa.Array:

@@ -3,10 +3,10 @@
     {'asin': 'B00004U9JO', 'question': 'Does it come with a cord?', 'answer': 'No, it does not.', …}
     {'asin': 'B00004U9JO', 'questions': [{'questionText': 'Does …?', 'answers': [{'answerText': 'No, …'}]}]}
 
-A line is one Python dictionary, no JSON, in one of these two forms. The rules (amazon_qa/create_data.py of
-conversational-datasets): a pair is used if both texts have 4 to 59 words; of pairs with the same
-question and answer, in whichever files, the one of the smallest product id stays; products are split by
-the MD5 of their id, 90 : 10.
+A line is one Python dictionary in one of these two forms; in some copies of the files it is JSON. The rules
+(amazon_qa/create_data.py of conversational-datasets): a pair is used if both texts have 4 to 59 words; of
+pairs with the same question and answer, in whichever files, the one of the smallest product id stays;
+products are split by the MD5 of their id, 90 : 10.
 
 Two phases over storage, so that memory is bounded by one bucket of pairs: files to pairs, filed by a
 hash of their texts; then each bucket without its duplicates.
@@ -18,6 +18,7 @@ import ast
 import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -162,10 +163,10 @@ def pairs_of(line: str) -> list[Pair]:
     """The pairs of a line. Raises Malformed."""
     if raw.is_overlong(line):
         raise Malformed("line too long")
-    try:  # only constants and containers of them: nothing is executed
-        record = ast.literal_eval(line)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise Malformed("not a Python literal") from None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = _literal(line)
     product = _text(record, "asin")
     if "question" in record or "questions" not in record:
         return [Pair(product, _text(record, "question"), _text(record, "answer"))]
@@ -174,6 +175,13 @@ def pairs_of(line: str) -> list[Pair]:
         for question in _list(record, "questions")
         for answer in _list(question, "answers")
     ]
+
+
+def _literal(line: str) -> object:
+    try:  # only constants and containers of them: nothing is executed
+        return ast.literal_eval(line)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise Malformed("not a Python literal") from None
 
 
 def _text(record: object, field: str) -> str:

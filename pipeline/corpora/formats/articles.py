@@ -25,14 +25,16 @@ _UNSPACED_LETTER = (
 )
 _UNSPACED = re.compile(_UNSPACED_LETTER)
 # In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
-_LOWER = "".join(
+LOWER = "".join(
     letter for letter in map(chr, range(0x10000)) if letter.islower() and not "ა" <= letter <= "ჿ"
 )
 _MARKS = ".!?…؟۔‼⁇⁈⁉"
 _MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕།༎᱾꯫"
-_GERMAN_DATE = (
-    r"(?<=\d\.\s)(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November"
-    r"|Dezember|Jahrhundert|Jh)\b"
+# German writes ordinals as digits with a full stop.
+_GERMAN_ORDINAL = (
+    r"(?<=\d\.\s)(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November|Dezember"
+    r"|Jahrhunderts?|Jahrtausends?|Jh|Bundesliga|Liga|Kreisklasse|Klasse|Mannschaft|Platz|Rang|Auflage|Weltkrieg"
+    r"|Armee|Division|Wahlperiode|Spieltag|Runde|Etage|Stock|Obergeschoss|Lebensjahr|Geburtstag|Todestag)\b"
 )
 # A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
 # without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, and a colon ends a sentence in
@@ -40,20 +42,38 @@ _GERMAN_DATE = (
 _SENTENCE_END = re.compile(
     rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:](?:"
     rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:))"
-    rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_DATE})"
-    rf"(?=(?:[{_OPENING}]\s?)?(?![{_LOWER}])[^\W_])"
+    rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_ORDINAL})"
+    rf"(?=(?:[{_OPENING}]\s?)?(?![{LOWER}])[^\W_])"
     rf"|(?<=[{_MARKS_WITHOUT_SPACE}])(?![{_CLOSING}{_MARKS_WITHOUT_SPACE}])\s*(?=\S)"
     r"|(?<=．)\s*(?=[^\W\d])"  # not ３．１４
     r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、])(?=\S)"  # と: he said
     rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
 )
 _ABBREVIATION = re.compile(
-    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
-    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e|Nr|Abb|bzw|Bd|Str|geb|gest|evtl|ggf|inkl|Mio|Mrd|Hr|Fr|Mme|Mlle"
-    r"|Sra?|Ud|[Uu]l|[Уу]л|им|[Сс]м|[Nn]p|tzw|[Nn]apř|tzv)"
+    r"(?:(?<!['’])\b(?:Mr|Mrs|Ms|Messrs|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|viz|approx|eds?|et al"
+    r"|op\. cit|Inc|Ltd|Co|Corp|Gen|Col|Capt|Maj|Cmdr|Adm|Sgt|Lt|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e"
+    r"|Nr|Abb|bzw|Bd|Str|geb|gest|evtl|ggf|inkl|Mio|Mrd|Hr|Fr|Fa|Dr\. (?:med|jur|phil|rer|nat)|[Vv]gl|sog"
+    r"|ehem|Hrsg|röm|kath|evang|lat|griech|engl|franz|frz|ital|österr|dt|Pfr"
+    r"|Mme|Mlle|MM|Mgr|Ste|[Bb]oul|[Éé]d|trad|p\. ex"
+    r"|Sra?|Sto|Sta|Dra?|Ing|Lic|EE|Av|Avda|Uds?|[Ss]igg?|[Dd]ott|avv|[Aa]d es|[Cc]fr|tzw|bijv"
+    r"|dhr|mevr|eks|t\.ex|esim"
+    r"|[Uu]l|[Nn]p|tj|tzn|prof|im|inż|mgr|św|ang|niem|łac|ros|[Nn]apř|tzv|sv|angl|něm|pl|örn|TP|ThS|Αγ"
+    r"|[Уу]л|[Вв]ул|[Пп]росп|[Пп]ер|[Пп]л|[Бб]ул|им|[Сс]м|[Сс]р|[Аа]кад|[Пп]роф|[Дд]оц|[Ии]зд|[Рр]ед"
+    r"|[Гг]р|[Кк]н|[Сс]в|[Оо]з|[Пп]ос|[Дд]ер|[Кк]в|англ|н[еі]м|фр|франц|лат|греч|гр|исп|итал?"
+    r"|польск|укр|рос|рус|яп|араб|ивр|нидерл|швед|болг|чеш|серб"
+    r"|डॉ|प्रो|कि\.मी)"
     # An initial, which is not the last letter behind a vowel sign, as in Thai.
     r"|(?<![^\s.(\[\"'«„“-])[^\W\d_])\.$"
 )
+# What stands before a number, of figures, pages, days or years, and elsewhere may end a sentence.
+_BEFORE_NUMBER = re.compile(
+    r"(?:\b(?:[Ff]igs?|[Ee]qs?|[Ss]ects?|[Ss][eé]c|[Cc]h|[Cc]haps?|[Tt]ab|[Aa]rts?|[Nn]os?|[Nn]rn?|[Rr]efs?|[Vv]ols?"
+    r"|pp|[Oo]p|[Ee]x|[Aa]pp|Abs|[Kk]ap|Abt|Ausg|Aufl|Jg|\w*[Ss]tr|[Tt]abl|[Rr]ys|[Cc]ap|[Pp][áa]gs?|[Nn]úm|kb"
+    r"|[Рр]ис|[Тт]абл|[Гг]л|[Сс]тр|[Сс]т|пп|[Рр]азд|[Ии]лл?|[Тт]ом|[Вв]ып|[Оо]к|[Рр]од|[Уу]м"
+    r"|[Jj]an|[Ff]eb|[Mm]ar|[Aa]pr|[Jj]un|[Jj]ul|[Aa]ug|[Ss]ept?|[Oo][ck]t|[Nn]ov|[Dd]e[cz]|janv|févr|juil"
+    r"|ene|abr|янв|февр?|апр|авг|сент?|окт|нояб?|дек|[Aa]vr?))\.$"
+)
+_NUMBER = re.compile(r"[\d§№]|[IVXLCM]{2,}\b|[VX]\b|J\.-C")  # not the word I; av. J.-C. is BC
 _LONGEST_ABBREVIATION = 12  # characters, with what stands before it
 
 
@@ -120,7 +140,8 @@ def split_sentences(paragraph: str) -> list[str]:
     for end in _SENTENCE_END.finditer(paragraph):
         # Of a list of initials, the whole text before each would take the square of the time.
         ending = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start() + 1]
-        if not _ABBREVIATION.search(ending):
+        is_before_number = _NUMBER.match(paragraph, end.end()) and _BEFORE_NUMBER.search(ending)
+        if not (_ABBREVIATION.search(ending) or is_before_number):
             sentences.append(paragraph[start : end.end()].strip())
             start = end.end()
     sentences.append(paragraph[start:].strip())

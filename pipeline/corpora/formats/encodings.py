@@ -1,8 +1,8 @@
 """Lines of text files whose encoding the user names, or that turn out not to be UTF-8.
 
 Text that is decoded by the wrong encoding is corrupt, and no count shows it. So a file that is not UTF-8 is
-refused, with a guess at its encoding. A file with letters beyond ASCII in valid UTF-8 counts as UTF-8: a
-later line that is not UTF-8 is damage, which is marked so that the reader sets it aside (see `is_damaged`).
+refused, with a guess at its encoding. A file whose first letter beyond ASCII is valid UTF-8 counts as UTF-8:
+what is not UTF-8 behind it is damage, which is marked so that the reader sets it aside (see `is_damaged`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,40 @@ def lines(
         raw.accept_truncated(error, reading, notes, number)
 
 
+def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
+    """A whole file's text, some at a time; bytes that are not UTF-8 are marked.
+
+    Raises BadInput for a file in another encoding, and Truncated as `raw.read_decompressed`.
+    """
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape" if is_utf8 else "strict")
+    number, is_sure = 1, not is_utf8
+    try:
+        for place, data in enumerate(raw.slices(raw.read_decompressed(uri))):
+            if is_utf8 and place == 0:
+                file_kinds.require_narrow(uri, data, option)
+            text = decoder.decode(data)
+            if not is_sure and not text.isascii():
+                first = _first_letter(text)
+                if is_damaged(text[first]):
+                    line = text[text.rfind("\n", 0, first) + 1 :].partition("\n")[0]
+                    number += text.count("\n", 0, first)
+                    data = line.encode(errors="surrogateescape")
+                    raise file_kinds.not_utf8(uri, number, data, option)
+                is_sure = True
+            number += text.count("\n")
+            yield text
+        yield decoder.decode(b"", final=True)
+    except UnicodeError as error:
+        raise BadInput(f"{uri}: line {number} and what follows is not in --{option} {encoding} "
+                       f"({error})") from None  # fmt: skip
+
+
+def _first_letter(text: str) -> int:
+    """The place of the first letter that is not ASCII. If it is whole, the text counts as UTF-8."""
+    return next(place for place, letter in enumerate(text) if not letter.isascii())
+
+
 def is_damaged(line: str) -> bool:
     """Whether the line has bytes that are not UTF-8."""
     return not line.isascii() and not raw.is_text(line)
@@ -56,29 +90,23 @@ def _utf8_lines(uri: str, option: str) -> Iterator[str]:
                 line = data.decode()
                 is_utf8 = is_utf8 or not line.isascii()
             except UnicodeDecodeError:
-                if not is_utf8:
-                    raise file_kinds.not_utf8(uri, number, data, option) from None
                 line = data.decode(errors="surrogateescape")
+                if not is_utf8 and is_damaged(line[_first_letter(line)]):
+                    raise file_kinds.not_utf8(uri, number, data, option) from None
+                is_utf8 = True
             yield line
 
 
 def _decoded_lines(uri: str, encoding: str, option: str) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder(encoding)()
     text, number = "", 0
-    try:
-        pieces = map(decoder.decode, raw.slices(raw.read_decompressed(uri)))
-        for piece in raw.with_line_feeds(pieces):
-            text += piece
-            if len(text) > raw.MAX_LINE_BYTES and "\n" not in text:
-                raise BadInput(
-                    f"{uri}: line {number + 1} is over 10 MiB; --{option} {encoding} may be wrong"
-                )
-            *lines, text = text.split("\n")
-            number += len(lines)
-            yield from lines
-        text += decoder.decode(b"", final=True)
-    except UnicodeError as error:
-        raise BadInput(f"{uri}: line {number + 1} and what follows is not in --{option} {encoding} "
-                       f"({error})") from None  # fmt: skip
+    for piece in raw.with_line_feeds(pieces(uri, encoding, option)):
+        text += piece
+        if len(text) > raw.MAX_LINE_BYTES and "\n" not in text:
+            raise BadInput(
+                f"{uri}: line {number + 1} is over 10 MiB; --{option} {encoding} may be wrong"
+            )
+        *lines, text = text.split("\n")
+        number += len(lines)
+        yield from lines
     if text:
         yield text

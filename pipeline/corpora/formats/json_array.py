@@ -7,7 +7,6 @@ Also several arrays one after the other, and objects without an array, each on s
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import encodings
 
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s,]*")
@@ -28,18 +28,22 @@ def read_objects(
     report: file_tasks.ParseReport,
     encoding: str = "utf-8",
     opening: str = "[",
+    option: str = "",
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, object) for each object of the array; other values are set aside.
+    """(number from 1, object) for each object of the array; other values, and objects with bytes that are not
+    UTF-8, are set aside.
 
-    `opening`: "[", or "{" for objects without an array. Bytes that are not in `encoding` become U+FFFD. An
+    `opening`: "[", or "{" for objects without an array. `option` sets the encoding; "": nothing does. An
     array without an end, or with broken JSON from some place on, is truncated: it ends in BadInput or in a
-    note, as `reading` says. Raises BadInput for a file without an array.
+    note, as `reading` says. Raises BadInput for a file without an array, and for one in another encoding.
     """
     number = 0
     try:
-        for number, value in enumerate(_values(uri, encoding, opening), start=1):
+        for number, (value, damage) in enumerate(_values(uri, encoding, opening, option), start=1):
             report.records += 1
-            if isinstance(value, dict):
+            if damage:
+                report.malformed.add("not UTF-8", uri, number, damage)
+            elif isinstance(value, dict):
                 yield number, value
             else:
                 value_json = json.dumps(value, ensure_ascii=False)
@@ -48,16 +52,17 @@ def read_objects(
         raw.accept_truncated(error, reading, report.notes, number, "objects")
 
 
-def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
-    """The array's values, or the objects. Raises Truncated after the last whole one where the end is missing.
+def _values(uri: str, encoding: str, opening: str, option: str) -> Iterator[tuple[Any, str]]:
+    """(value, the size of one that is not UTF-8) of the array, or of the objects. Raises Truncated after the
+    last whole one where the end is missing.
 
     (ijson, which parses event by event, is as fast, 150 MB/s, but 100,000 brackets inside one another
     make it take all memory there is.)
     """
-    decode = codecs.getincrementaldecoder(encoding)("replace").decode
     text, depth, is_begun, fault = "", 0, False, ""
-    for piece in raw.slices(raw.read_decompressed(uri)):
-        text += decode(piece)
+    for piece in encodings.pieces(uri, encoding, option):
+        text += piece
+        is_whole = not encodings.is_damaged(text)
         if not is_begun:
             text = text.removeprefix("\ufeff").lstrip()
             require(text[:1] in ("", opening), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
@@ -68,6 +73,7 @@ def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
             if text[position] == "[]"[depth]:
                 position, depth = position + 1, 1 - depth
                 continue
+            start = position
             try:
                 value, position = _DECODER.raw_decode(text, position)
             except json.JSONDecodeError as error:  # half a value, whose rest may come
@@ -78,7 +84,8 @@ def _values(uri: str, encoding: str, opening: str) -> Iterator[Any]:
                 break
             except RecursionError:
                 raise raw.Truncated(f"{uri}: an object of the JSON array nests too deep") from None
-            yield value
+            is_object_whole = is_whole or not encodings.is_damaged(text[start:position])
+            yield value, "" if is_object_whole else f"{position - start:,} characters"
         text = text[position:]
         if len(text) > _MAX_OBJECT_CHARACTERS:
             raise raw.Truncated(f"{uri}: the JSON array is broken, or an object is over 10 MiB")

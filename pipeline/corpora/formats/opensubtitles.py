@@ -19,6 +19,7 @@ taken out.
 from __future__ import annotations
 
 import functools
+import html
 import re
 import sys
 from collections import deque
@@ -28,8 +29,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.config import BadInput, require
-from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.formats import tables
+from pipeline.corpora import file_kinds, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
@@ -40,7 +40,8 @@ from pipeline.engine.records import TaskRecord
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
 _SOUND = re.compile(r"[\[(].*?[\])]")
-_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")
+_BREAK = re.compile(r"<br\s*/?>|\\N", re.IGNORECASE)
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|\{(?:\\|[a-zA-Z]:)[^{}]*\}")
 _TIME = re.compile(
     r"^\W*\d+:\d\d:\d\d\b|\d\s*-->\s*\d|^[{\[]\d+[}\]][{\[]\d*[}\]]|^\[\d+:\d\d[.:]\d+\]"
 )
@@ -51,6 +52,11 @@ _OTHER_LAYOUT = re.compile(
     r"|[{\[]\s*$|\[?\s*\{\s*[\"']\w|\".*\"[,;]\".*\"$)",
     re.IGNORECASE,
 )
+# Numbers of subtitles, lines that begin with a time or with frames, and tabs: raw text has few of them.
+_NUMBERED = re.compile(
+    r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+\s*(?:[,;|]|[.)]\s|$)|\S\t+\S"
+)
+_LEAST_NUMBERED, _MANY_NUMBERED = 4, 0.3  # lines, and their share of the first ones
 _ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"
 _LAYOUT_LINES = 20  # with text, which tell the layout
 # No subtitle is longer, and `_SOUND` takes the square of the time on a line of opening brackets.
@@ -102,8 +108,9 @@ def parse(
     name = raw.plain_name(uri)
     earlier = deque[str](maxlen=options.earlier_lines + 1)
     part, split, text_lines = "", "", 0
+    numbered = list[tuple[int, str]]()
     bounds = (options.min_characters, options.max_characters)
-    if tables.is_named_as_table(name):
+    if file_kinds.named_table(name):
         raise BadInput(f"{uri}: has the name of a table; {_ALLOWED}")
 
     for number, line in raw.read_lines(uri, reading, report.notes):
@@ -116,10 +123,11 @@ def parse(
         text_lines += bool(line.strip())
         is_tsv = text_lines == 1 and "\t" in line.strip()
         if is_tsv or (text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line)):
-            layout = "subtitles with time codes, XML or a table"
-            raise BadInput(
-                f"{uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}"
-            )
+            raise _other_layout(uri, number, line)
+        if text_lines <= _LAYOUT_LINES and _NUMBERED.search(line):
+            numbered.append((number, line))
+        elif text_lines > _LAYOUT_LINES and len(numbered) >= _MANY_NUMBERED * _LAYOUT_LINES:
+            raise _other_layout(uri, *numbered[0])
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             report.malformed.add("line too long", uri, number, line)
             continue
@@ -148,11 +156,19 @@ def parse(
                 "split": split,
             }
         earlier.append(text)
+    if len(numbered) >= max(_LEAST_NUMBERED, _MANY_NUMBERED * min(text_lines, _LAYOUT_LINES)):
+        raise _other_layout(uri, *numbered[0])
+
+
+def _other_layout(uri: str, number: int, line: str) -> BadInput:
+    layout = "subtitles with time codes, XML or a table"
+    return BadInput(f"{uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}")
 
 
 def clean(line: str) -> str:
     """The line without tags, speakers' names, sounds and hyphens; "" where nothing is left."""
-    return _SOUND.sub("", _SPEAKER.sub("", _TAG.sub("", line))).strip(" -")
+    text = _TAG.sub("", _BREAK.sub(" ", html.unescape(line)))
+    return _SOUND.sub("", _SPEAKER.sub("", text)).strip(" -")
 
 
 def _letters(number: int) -> str:

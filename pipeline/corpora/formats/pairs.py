@@ -110,10 +110,8 @@ def with_guessed_columns(
     by its only one whose last word is such a name, such as Customer question. Where there is none it stays
     as it is, and where one of the two fits more than one column both do; `require_columns` refuses them.
     """
-    uri = next((uri for uri in uris if not file_tasks.is_document(uri)), None)
-    if uri is None:
-        return options, ""
-    columns = tables.first_columns(uri, reading, options)
+    tables_given = [uri for uri in uris if not file_tasks.is_document(uri)]
+    columns = tables.first_columns(tables_given, reading, options)
     found = {
         name: named
         for name, named in usual_columns(columns).items()
@@ -135,7 +133,7 @@ def with_guessed_columns(
 def text_column(uris: Sequence[str], form: tables.TableFormat, reading: raw.Reading) -> str:
     """The column of a pool's texts in the first file: `text`, or else the only one with a usual name of a
     response; "": there is neither."""
-    columns = tables.first_columns(uris[0], reading, form)
+    columns = tables.first_columns(uris, reading, form)
     named = ["text"] if "text" in columns else _named(columns, _RESPONSE_NAMES)
     return named[0] if len(named) == 1 else ""
 

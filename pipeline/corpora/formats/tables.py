@@ -27,27 +27,22 @@ import pyarrow.parquet as pq
 
 from pipeline import storage
 from pipeline.config import BadInput, require
-from pipeline.corpora import file_tasks, raw
+from pipeline.corpora import file_kinds, file_tasks, raw
 from pipeline.corpora.formats import encodings, json_array, parquet_fetches
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """(line, of Parquet the row, from 1; the values by column)"""
 
-_ENDINGS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".csv": "csv",
-}
 _JSON_HEAD = 1000  # objects that are looked through for the names of columns
 _CHECKED_FILES = 32
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20  # for each column of a large row group of Parquet
 _NO_ID = ", or '': a hash of the text is the id"
+_FIRST_LINE = " (which its first line that is not blank names)"
 _WHOLE_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.0")  # as pandas writes integers with a gap
+_EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # a first line that only Excel knows
+_JSON_BEGINNING = re.compile(r"\s*(?:\{|\[\s*(?:\{|$))")
 _OTHER_DELIMITERS = ";\t|"
 
 
@@ -106,12 +101,17 @@ def read(
     lines = itertools.chain([first], lines)
     kind = _file_kind(raw.plain_name(uri), first[1])
     if kind == "json" and (opening := _opening(first[1])):
-        objects = json_array.read_objects(uri, reading, report, form.encoding, opening)
+        objects = json_array.read_objects(
+            uri, reading, report, form.encoding, opening, form.option("encoding")
+        )
         return _json_table(uri, objects, option_columns)
     if kind == "json":
         return _json_table(uri, _json_objects(uri, lines, report), option_columns)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
+    if excel := _EXCEL_DELIMITER.fullmatch(first[1].strip()):
+        delimiter = excel[1]
+        next(lines)
     records = csv_records(uri, lines, report, delimiter, form.quotes)
     return _csv_rows(uri, records, option_columns, report, form)
 
@@ -169,8 +169,9 @@ def cell_text(value: object) -> str | None:
     if isinstance(value, Decimal):
         digits, point, fraction = f"{value:f}".partition(".")
         return (digits + point + fraction.rstrip("0")).removesuffix(".")
-    if isinstance(value, datetime) and value.tzinfo is None and value.time() == time():
-        return value.date().isoformat()
+    if isinstance(value, datetime):
+        is_midnight = value.time() == time() and not getattr(value, "nanosecond", 0)  # of pandas
+        return (value.date() if is_midnight and value.tzinfo is None else value).isoformat()
     if isinstance(value, date | time):
         return value.isoformat()
     raise TypeError("broken text" if isinstance(value, str) else type(value).__name__)
@@ -186,15 +187,15 @@ def filter_text(value: object) -> str | None:
     return text.partition(".")[0] if _WHOLE_FLOAT.fullmatch(text) else text
 
 
-def is_named_as_table(name: str) -> bool:
-    """Whether a file's name, without .gz and the like, is that of CSV, TSV or JSON."""
-    return name.lower().endswith(tuple(_ENDINGS))
-
-
-def first_columns(uri: str, reading: raw.Reading, form: TableFormat = _PLAIN) -> list[str]:
-    """The columns of a file's first row; none: it has no row."""
-    rows = read(uri, {}, reading, file_tasks.ParseReport(), lambda name: True, form)
-    return list(next(rows, (0, dict[str, Any]()))[1])
+def first_columns(
+    uris: Sequence[str], reading: raw.Reading, form: TableFormat = _PLAIN
+) -> list[str]:
+    """The columns of the first row of the first file that has one; none: none of the first 32 has."""
+    for uri in uris[:_CHECKED_FILES]:
+        rows = read(uri, {}, reading, file_tasks.ParseReport(), lambda name: True, form)
+        if row := next(rows, None):
+            return list(row[1])
+    return []
 
 
 def require_columns(
@@ -296,10 +297,9 @@ def _size_of_line(line: str) -> str:
 
 
 def _file_kind(name: str, first_line: str) -> str:
-    for ending, kind in _ENDINGS.items():
-        if name.lower().endswith(ending):
-            return kind
-    if first_line.lstrip().startswith(("{", "[{")) or first_line.strip() == "[":
+    if kind := file_kinds.named_table(name):
+        return kind
+    if _JSON_BEGINNING.match(first_line):
         return "json"
     return "tsv" if "\t" in first_line else "csv"
 
@@ -312,10 +312,15 @@ def _csv_rows(
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require_columns(uri, option_columns, columns, delimiter_hint(columns, form))
+    has_one = not set(columns).isdisjoint(option_columns.values())
+    hint = delimiter_hint(columns, form) or ("" if has_one else _FIRST_LINE)
+    _require_columns(uri, option_columns, columns, hint)
     for number, fields in records:
         report.records += 1
-        yield number, dict(zip(columns, fields, strict=True))
+        if fields == columns:  # of files that were joined
+            report.dropped.add("the names of the columns again", uri, number, "")
+        else:
+            yield number, dict(zip(columns, fields, strict=True))
 
 
 def _opening(first_line: str) -> str:
@@ -332,14 +337,24 @@ def _opening(first_line: str) -> str:
 
 def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
-    if len(head) == 1 and head[0][1] and all(isinstance(v, dict) for v in head[0][1].values()):
-        name = next(iter(head[0][1]))
-        raise BadInput(f"{uri}: one object that holds objects, such as {name!r}; allowed: an object for each "
+    if len(head) == 1 and _is_whole_table(head[0][1]):
+        name, value = next(iter(head[0][1].items()))
+        kind = "objects" if isinstance(value, dict) else "lists"
+        raise BadInput(f"{uri}: one object that holds {kind}, such as {name!r}; allowed: an object for each "
                        "row, as pandas writes by to_json(…, orient='records')")  # fmt: skip
     if head:
         columns = list(dict.fromkeys(name for _, row in head for name in row))
         _require_columns(uri, option_columns, columns, _nested_table_hint(head))
     yield from itertools.chain(head, rows)
+
+
+def _is_whole_table(row: Mapping[str, Any]) -> bool:
+    """Whether an object holds only objects, or only lists of values: the columns or rows of a table."""
+    values = list(row.values())
+    are_lists = len(values) > 1 and all(isinstance(value, list) for value in values)
+    has_objects = are_lists and any(isinstance(item, dict) for value in values for item in value)
+    are_objects = bool(values) and all(isinstance(value, dict) for value in values)
+    return are_objects or (are_lists and not has_objects)
 
 
 def _nested_table_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
@@ -360,7 +375,7 @@ def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Row
             report.malformed.add(fault, uri, number, _size_of_line(line))
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line.strip())  # RFC 7464 begins each line with a record separator
         except json.JSONDecodeError as error:
             place = f"{error.msg} at character {error.colno}"
             report.malformed.add("not JSON", uri, number, place)

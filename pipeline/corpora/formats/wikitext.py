@@ -26,7 +26,7 @@ from mwparserfromhell.nodes import (
 from mwparserfromhell.parser import ParserError
 from mwparserfromhell.wikicode import Wikicode
 
-from pipeline.corpora.formats.articles import split_sentences
+from pipeline.corpora.formats.articles import LOWER, split_sentences
 
 # Half of what MediaWiki takes ($wgMaxArticleSize). The parsed tree has up to 600 bytes a character; the
 # few longer pages are lists and tables.
@@ -54,9 +54,10 @@ _NOTES = re.compile(
 _HOLE = "\ue000"  # for private use: no page has it
 _NO_HOLE = (
     re.compile(rf"(?<=\()[^()]*{_HOLE}[^()]*(?=\))"),  # in brackets, which are tidied
-    # At an end of the line, right behind a word, and between sentences.
+    # Before the first sentence, behind the last one, right behind a word, and between sentences.
     re.compile(
-        rf"^[\s{_HOLE}]+|[\s{_HOLE}]+$|(?<=[^\s{_HOLE}]){_HOLE}+|(?<=[.!?])\s{_HOLE}+(?=\s)"
+        rf"^[\s{_HOLE}]+(?![{LOWER}\s{_HOLE}])|(?<=[^\w\s{_HOLE}])[\s{_HOLE}]+$"
+        rf"|(?<=[^\s{_HOLE}]){_HOLE}+(?!\w)|(?<=[.!?])\s{_HOLE}+(?=\s)"
     ),
 )
 _OWN_LINE = {
@@ -85,6 +86,8 @@ _HOLES = (
     (re.compile(r"\s*\(\s*\)|\s*\[\s*\]"), ""),
     (re.compile(r"\s+(?=[,.;:)](?:\s|$))"), ""),
 )
+# Chinese in two scripts: -{电脑}-, -{zh-hans:信息;zh-hant:資訊}-, -{H|zh-cn:…}-, which shows nothing.
+_VARIANTS = re.compile(r"-\{(?:([A-Za-z;-]*)\|)?(?:\s*zh[\w-]*\s*:)?([^{}:;]*)(?:;[^{}]*)?\}-")
 _INTERWIKI = re.compile(r"[a-z][a-z-]+:")
 
 
@@ -111,6 +114,7 @@ def paragraphs(markup: str, hidden: frozenset[str] = HIDDEN) -> list[str]:
 
 def tidy(line: str) -> str:
     """A line of text without holes; "" for an item of a list and for broken markup."""
+    line = _VARIANTS.sub(lambda match: "" if match[1] in ("H", "T") else match[2], line)
     line = " ".join(line.split())
     if _HOLE in line:
         for pattern in _NO_HOLE:

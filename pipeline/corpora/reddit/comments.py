@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from pipeline.arrays import Bools
 from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.reddit import notices
 from pipeline.corpora.reddit.options import Options
 
 # Reasons why a comment makes no example. Of several reasons, for the context or for the response, the
@@ -41,53 +42,13 @@ COLUMNS = pa.schema(
     ]
 )
 
-_DELETED = pa.array(["[deleted]", "[removed]"])  # as names of authors, too
-# Other notices in place of a comment: by Reddit and moderators in brackets, and by tools in a sentence.
-_WHO = (
-    r"(?:reddit|redact|shreddit|power delete suite|\[?(?:an?|this) \w+[ -]source script"
-    r"|(?:a |the )?(?:user|author|mod|op|person)\w*)"
-)
-_THING = r"(?:comment|post|content|submission|message|account|user|thread)s?"
-_REMOVED = r"(?:self[- ])?(?:removed|deleted|redacted|unavailable|overwritten|anonymized)"
-_GREETING = (
-    r"(?:(?:hello|hi|hey|greetings|thanks|thank you|sorry|unfortunately)\b[^.!?,]*[.!?,]\s*)*"
-)
-_WAS_REMOVED = rf"(?:has been|was) (?:automatically )?{_REMOVED}"
-_REASON = r" (?:by|for|because|due to|as|since|per|under|from /?r/)"
-_RULE = r"\b(?:rule|guideline|moderator|automoderator|flair|karma|url shortener|violat|filter)"
-_NOTICES = (
-    # [ Removed by Reddit on account of violating the [content policy](/help/contentpolicy). ]
-    rf"\[\s*(?:(?:this|the|your) )?(?:{_THING} )?(?:(?:was|were|is|has been|have been) )?{_REMOVED}\b"
-    r"(?:[^\[\]]|\[[^\[\]]*\])*\]",
-    # Removed, (deleted), \[removed\], deleted by user; removed, rule 2
-    rf"\\?[\[({{<]*\s*{_REMOVED}(?: by {_WHO})?\s*\\?[\])}}>]*",
-    rf"{_REMOVED}(?:\s?[.,:;-]|\s(?:for|per|under|due to|as))\s?(?:\w+ ){{0,2}}rules? #?\d.*",
-    # Comment removed by moderator; deleted in protest
-    rf"(?:(?:this )?{_THING} )?(?:(?:has been|was) (?:\w+ )?)?(?:edited|{_REMOVED})"
-    r" (?:in (?:protest|response)|due to (?:reddit|the api)|because of (?:reddit|the api)|to protect)\b.*",
-    rf"(?:this )?{_THING} (?:(?:has been|was) (?:\w+ )?)?{_REMOVED}"
-    rf"(?:(?: -)? \(?(?:by|using|with|via) {_WHO}\b.*)?",
-    r".*\bmass (?:deleted|edited)(?: all reddit content via|/edited| (?:from|with|and anonymized with)"
-    r" \W*(?:https://)?red(?:dit|act))\b.*",
-    r"this comment has been edited and (?:the )?original content overwritten",
-    # Hello, your post has been removed because it breaks rule 2.
-    rf"{_GREETING}(?:this|it) (?:{_THING} )?{_WAS_REMOVED}(?:{_REASON}.*{_RULE}.*|\W.*\bi am a bot\b.*)",
-    rf"{_GREETING}your {_THING} {_WAS_REMOVED}(?:{_REASON}.*|\W.*\bi am a bot\b.*)?",
-)
-_NOTICE = (
-    rf"(?is)^(?:[\s*_~^>`-]|&gt;)*(?:{'|'.join(_NOTICES)})(?:[\s*_~.!`-]|\x{{200b}}|&#x200b;)*$"
-)
+_DELETED = pa.array(["[deleted]", "[removed]"])  # as names of authors
 _TOKEN = r"\w+|[^\w\s]"
 # Well-known bots whose names do not end like a bot's.
 _BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_bot", "imgurtranscriber",
                   "reddit-pipeline", "remindmebot", "sneakpeekbot", "totesmessenger",
                   "transcribot", "tweetposter", "videolinkbot", "wikitextbot"])  # fmt: skip
 _BOT_NAME = r"(?:[a-z0-9]Bot|BOT|[_-][Bb]ot)[0-9]*$"
-
-
-def is_notice(texts: pa.Array) -> pa.Array:
-    """Whether each text says in place of a comment that there was one."""
-    return pc.or_(pc.is_in(texts, _DELETED), pc.match_substring_regex(texts, _NOTICE))
 
 
 def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[pa.Table, int, int]:
@@ -145,7 +106,7 @@ def _reason_codes(
     masks = {
         "too short": pc.less(length, options.min_characters),
         "too long": pc.greater(length, options.max_characters),
-        "deleted": is_notice(body),
+        "deleted": notices.is_notice(body),
     }
     if options.min_tokens or options.max_tokens:
         tokens = pc.count_substring_regex(body, _TOKEN)

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.json as paj
 
 from pipeline.corpora import raw
-from pipeline.corpora.reddit.comments import is_notice
+from pipeline.corpora.reddit.notices import is_notice
 
 Kind = Literal["comments", "submissions"]
 
@@ -41,7 +41,7 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
     """The same columns: a submission is the root of its thread; its id keeps the prefix t3_."""
     optional = {"score": pa.int64(), "selftext": pa.string()}
     rows = _parse(data, uri, first_line, rejects, _SUBMISSION, optional)
-    text = pc.fill_null(rows["selftext"], "")
+    text = pc.fill_null(rows["selftext"].combine_chunks(), "")
     has_none = pc.or_(pc.equal(text, ""), is_notice(text))
     text = pc.if_else(has_none, "", pc.binary_join_element_wise("\n", text, ""))
     name = pc.binary_join_element_wise("t3_", rows["id"], "")

@@ -53,7 +53,7 @@ COMBINED = {
     "pipeline/corpora/formats/pairs.py": (1, "ids of a shard"),
     "jobs/sample_data/dump_text.py": (1, "a block of comments that are made up"),
     "pipeline/corpora/reddit/comments.py": (9, "a block of up to 256 MiB"),
-    "pipeline/corpora/reddit/lines.py": (2, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/lines.py": (3, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),
     "pipeline/corpora/reddit/threads.py": (1, "ids; bodies are large_string"),
     "pipeline/corpora/report/survey.py": (4, "2,048 rows"),

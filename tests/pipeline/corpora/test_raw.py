@@ -76,6 +76,11 @@ def test_skippable_frames_of_zstandard_are_passed_over(file):
     assert lines_of(file(skippable + frames[0] + skippable + frames[1] + skippable)) == LINES
 
 
+def test_zeros_that_fill_up_a_file_are_no_line(file):
+    assert lines_of(file(DATA + b"\0" * 300_000)) == LINES
+    assert lines_of(file(DATA[:-1] + b"\0" * 512)) == LINES
+
+
 def test_carriage_returns_alone_end_lines(file):
     text = "a\rb\r\rc"
     assert lines_of(file(text.encode())) == ["a", "b", "", "c"]
@@ -165,6 +170,8 @@ def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, gues
         (b"\x04\x22\x4d\x18abcd", "compressed in another way"),
         (zlib.compress(b"a line\n", 9), "compressed in another way"),
         (b"PAR1" + b"\0" * 40, "Parquet"),
+        (b"\xff\xff\xff\xff\x10\x02\0\0" + b"\x10\0\0\0" * 20, "binary data"),
+        (b"PK\x05\x06" + b"\0" * 18, "another ZIP archive"),
         (b"SQLite format 3\0" + b"\x10\0" * 20, "binary data"),
         (b"%PDF-1.4\n1 0 obj\n", "a document"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\n", "git lfs pull"),
@@ -183,7 +190,7 @@ def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step)
         chunks = [data[start : start + step] for start in range(0, len(data), step)]
         patch.setattr(raw, "read_decompressed", lambda uri: iter(chunks))
         blocks = list(line_blocks("uri", block_bytes))
-    assert b"".join(blocks) == data
+    assert b"".join(blocks) == data.rstrip(b"\0")
     assert all(block.endswith(b"\n") for block in blocks[:-1])
     assert all(blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def folder(tmp_path: Path) -> Path:
     rows = [
         "query-id\tcorpus-id\tscore",
         "0\ta\t2",
-        "0\t3\t1",
+        "0\t3\t1.0",
         "1\tb\t0",
         "2\tgone\t1",
         "9\ta\t1",
@@ -113,6 +114,15 @@ def test_beirs_files_are_read_and_what_is_left_out_is_counted(folder):
     }
 
 
+def test_beirs_files_may_be_compressed_and_begin_with_a_mark(folder):
+    plain = read_beir(str(folder), "test")
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        data = ("\ufeff" + (folder / name).read_text().replace("\n", "\r\n")).encode()
+        (folder / name).unlink()
+        (folder / f"{name}.gz").write_bytes(gzip.compress(data))
+    assert read_beir(str(folder), "test") == plain
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
@@ -129,6 +139,19 @@ def test_beirs_files_are_read_and_what_is_left_out_is_counted(folder):
         ),
         ("queries.jsonl", '{"_id": "0", "te\n', "queries.jsonl, line 1: not JSON"),
         (
+            "queries.jsonl",
+            '{"_id": "0", "text": "x"}\n{"_id": 0, "text": "y"}\n',
+            "queries.jsonl, line 2: _id '0' has two texts",
+        ),
+        (
+            "corpus.jsonl",
+            '{"_id": "a", "text": ["x", "y"]}\n',
+            "corpus.jsonl, line 1: text: 'list' is not allowed; allowed: a text",
+        ),
+        ("corpus.jsonl", '{"_id": true, "text": "x"}\n', "line 1: _id: True is not allowed"),
+        ("corpus.jsonl", '{"_id": "a", "text": "\\ud800"}\n', "line 1: text: 'str' is not allowed"),
+        ("qrels/test.tsv", "0\ta\t--1\n", "line 1: .* allowed: query-id, corpus-id"),
+        (
             "qrels/test.tsv",
             "query-id\tcorpus-id\tscore\n0\ta\n",
             "line 2: .* allowed: query-id, corpus-id",
@@ -140,6 +163,12 @@ def test_beirs_files_are_read_and_what_is_left_out_is_counted(folder):
 def test_a_file_that_is_wrong_is_named(folder, file, text, message):
     (folder / file).write_text(text)
     with pytest.raises(BadInput, match=message):
+        read_beir(str(folder), "test")
+
+
+def test_a_file_that_is_not_utf8_is_named(folder):
+    (folder / "queries.jsonl").write_bytes('{"_id": "0", "text": "café"}\n'.encode("cp1252"))
+    with pytest.raises(BadInput, match=r"queries.jsonl, line 1: not UTF-8; a guess is Latin-1"):
         read_beir(str(folder), "test")
 
 

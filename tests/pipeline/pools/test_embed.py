@@ -28,7 +28,7 @@ from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
-from pipeline.pools import build, candidates, embed
+from pipeline.pools import build, candidates, embed, inputs
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.gate import GateConfig
 from pipeline.pools.pool import Pool
@@ -236,6 +236,28 @@ def test_a_parquet_file_of_many_row_groups_is_read_by_several_tasks(make, tmp_pa
     assert make(file, name="whole").artifact.manifest["files"] == pool.artifact.manifest["files"]
 
 
+def test_a_truncated_file_of_candidates_is_noted(actors_in_process, tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    lines = "".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(20))
+    file.write_bytes(gzip.compress(lines.encode())[:-4])
+    out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
+    keep, plain = Reading(truncated="keep"), Privacy(redact=False, authors="hash", salt="")
+    prepared = embed.prepare(
+        out, [str(file)], EmbedConfig(), GateConfig(), keep, None, None, PRECISION, plain
+    )
+    (note,) = prepared.notes
+    assert note.endswith("its 20 whole lines are used")
+
+
+def test_a_readme_beside_the_candidates_is_none(tmp_path):
+    for name in ("a.csv", "README.md"):
+        (tmp_path / name).write_text("id,text\n1,a\n")
+    assert inputs._candidate_files([str(tmp_path)]) == ([str(tmp_path / "a.csv")], [])
+    assert inputs._candidate_files([str(tmp_path / "README.md")])[0] == [
+        str(tmp_path / "README.md")
+    ]
+
+
 @pytest.mark.parametrize("use", ["id_column", "filter_columns"])
 def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
     """pandas makes 2015.0 of integers with a gap, and timestamps of dates."""
@@ -244,6 +266,7 @@ def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
         "rating": (pd.Series([4.5, 4.0, None]), ["4.5", "4"]),
         "day": (pd.to_datetime(pd.Series(["2015-03-01", "2016-01-31", None])), ["2015-03-01", "2016-01-31"]),
         "made": (pd.to_datetime(pd.Series(["2015-03-01 12:30", None, None])), ["2015-03-01T12:30:00", None]),
+        "nano": (pd.Series(pd.to_datetime([1, None, None])), ["1970-01-01T00:00:00.000000001", None]),
         "price": (pd.Series([Decimal("19.90"), Decimal("200.00"), None]), ["19.9", "200"]),
         "sold": (pd.Series([True, False, None], dtype="boolean"), ["true", "false"]),
     }  # fmt: skip

@@ -185,6 +185,21 @@ def as_texts(folder):
     return "set.parquet:3"
 
 
+def as_texts_of_other_programs(folder):
+    texts = pa.array([None, TEXT], pa.large_string())
+    pq.write_table(pa.table({"text": texts}), folder / "set.parquet")
+    return "set.parquet:2"
+
+
+def as_examples_of_other_programs(folder):
+    columns = {
+        "context": pa.array([[TEXT[:40]]], pa.large_list(pa.string_view())),
+        "response": pa.array([TEXT[40:]]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), folder / "set.parquet")
+    return "set.parquet:1"
+
+
 def as_examples(folder):
     examples = [row("i", "none"), row("j", TEXT[:40], TEXT[40:]), row("k", None, None)]
     schema = pa.schema(
@@ -196,7 +211,14 @@ def as_examples(folder):
 
 @pytest.mark.parametrize(
     ("make", "as_folder"),
-    [(as_text, True), (as_gzip, False), (as_texts, False), (as_examples, True)],
+    [
+        (as_text, True),
+        (as_gzip, False),
+        (as_texts, False),
+        (as_texts_of_other_programs, False),
+        (as_examples_of_other_programs, False),
+        (as_examples, True),
+    ],
 )
 def test_files_of_texts_are_evaluation_sets(corpus_of, clean, tmp_path, make, as_folder):
     folder = tmp_path / "set"
@@ -242,6 +264,15 @@ def test_what_is_no_evaluation_set_is_refused(corpus_of, clean, tmp_path):
     assert re.match("--evaluation .*short.txt: no text of decontaminate.min_words 8", short)
     broken = refusal("b.parquet", lambda path: path.write_text("rubbish"))
     assert "b.parquet: no Parquet file" in broken
+    for name, text in (
+        ("q.jsonl.gz", "x\n"),
+        ("q.txt", '{"_id": "1", "text": "x"}\n'),
+        ("q.csv", "x\n"),
+    ):
+        table = refusal(name, lambda path, text=text: path.write_text(text))
+        assert re.match(
+            f"--evaluation .*{name}: a table or JSON; allowed: a text in each line", table
+        )
     numbers = pa.table({"text": [1], "response": ["a"]})
     wrong = refusal("n.parquet", lambda path: pq.write_table(numbers, path))
     assert re.search("n.parquet: no texts; needed: .* there are: text, response", wrong)

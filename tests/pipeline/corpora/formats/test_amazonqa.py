@@ -70,6 +70,15 @@ def test_both_forms_of_a_line_give_their_pairs(tmp_path):
     assert not report.malformed.counts and not report.dropped.counts
 
 
+def test_a_line_of_json_is_read_as_json(tmp_path):
+    """Where Python would read `\\/` as two characters, and a face as two halves."""
+    texts = r'"question": "Is it red and\/or blue?", "answer": "It is so \ud83d\ude00"'
+    text = f'{{"asin": "B1", "helpful": null, {texts}}}'
+    pairs, report = read(tmp_path, text)
+    assert pairs == [("B1", "Is it red and/or blue?", "It is so \U0001f600")]
+    assert not report.malformed.counts
+
+
 def test_words_are_what_spaces_part_and_there_are_4_to_59(tmp_path):
     texts = {n: " ".join(["word"] * n) for n in (3, 4, 59, 60)}
     both = [(first, second) for first in texts for second in texts]
@@ -89,7 +98,8 @@ def test_words_are_what_spaces_part_and_there_are_4_to_59(tmp_path):
     ("text", "reason"),
     [
         ("{'asin': 'B1', 'question': open('x').read(), 'answer': 'b'}", "not a Python literal"),
-        ('{"asin": "B1", "question": null}', "not a Python literal"),
+        ('{"asin": "B1", "question": null}', "field question is no text"),
+        ('{"asin": "B1", "question": nil}', "not a Python literal"),
         ("{'asin': 'B1', [1]: 2}", "not a Python literal"),
         ("[" * 100_000, "not a Python literal"),
         ("1" + "+1" * 100_000, "not a Python literal"),

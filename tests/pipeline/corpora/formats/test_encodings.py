@@ -89,6 +89,23 @@ def test_another_encoding_than_the_named_one_is_refused(tmp_path):
     assert "not in --pairs.encoding utf-16" in message
 
 
+def test_an_array_has_an_encoding_too(tmp_path):
+    data = json.dumps([{"context": "café", "response": "tee"}], ensure_ascii=False, indent=1)
+    message = refusal(tmp_path / "x.json", data.encode("cp1252"))
+    assert message.endswith("--pairs.encoding cp1252 reads it so")
+    assert read(tmp_path / "x.json", data.encode("cp1252"), encoding="cp1252")[0] == [
+        ("café", "tee")
+    ]
+    assert "not in --pairs.encoding utf-16" in refusal(
+        tmp_path / "x.json", data.encode(), encoding="utf-16"
+    )
+
+
+def test_damage_behind_a_letter_that_is_utf8_costs_its_line(tmp_path):
+    rows, report = read(tmp_path / "x.csv", "context,response\né,".encode() + b"\xff\nb,c\n")
+    assert (rows, report.malformed.counts) == ([("b", "c")], {"not UTF-8": 1})
+
+
 def test_a_set_without_such_an_option_says_how_to_convert_it(tmp_path):
     (tmp_path / "x.csv").write_bytes(TEXT.encode("cp1252"))
     rows = tables.read(str(tmp_path / "x.csv"), {}, Reading(), ParseReport())

@@ -57,6 +57,20 @@ def test_marks_and_space_around_the_array_do_not_matter(tmp_path, data):
     assert (found, report.records) == ([(1, {"a": 1})], 1)
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_in_another_encoding_is_refused_and_a_damaged_object_set_aside(tmp_path, indent):
+    objects = [{"a": "plain"}, {"a": "café"}, {"a": "DAMAGE"}]
+    data = json.dumps(objects, ensure_ascii=False, indent=indent)
+    line = 6 if indent else 1
+    with pytest.raises(BadInput, match=rf"a\.json, line {line}: not UTF-8; a guess is Latin-1"):
+        read(tmp_path / "a.json", data.encode("cp1252"))
+    with pytest.raises(BadInput, match="not UTF-8; a guess is UTF-16"):
+        read(tmp_path / "a.json", data.encode("utf-16"))
+    found, report = read(tmp_path / "a.json", data.encode().replace(b"DAMAGE", b"\xff \xc3"))
+    assert found == [(1, {"a": "plain"}), (2, {"a": "café"})]
+    assert (report.records, report.malformed.counts) == (3, {"not UTF-8": 1})
+
+
 def test_what_is_no_object_is_set_aside_and_the_rest_read(tmp_path):
     found, report = read(tmp_path / "a.json", b'[1, {"a": 1}, "x", [{"a": 2}], null, {"a": 3}]')
     assert found == [(2, {"a": 1}), (6, {"a": 3})]

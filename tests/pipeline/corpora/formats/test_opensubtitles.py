@@ -108,6 +108,19 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
         ["[", "  {", '    "text": "Where is the kettle?"'],
         ["Where is the kettle?\tIn the kitchen."],
         ['"Where is the kettle?","In the kitchen."'],
+        *(
+            [line.format(number, f"Where is kettle {number}?") for number in range(4)]
+            for line in (
+                "0:0{} {}",
+                "00.00.0{} {}",
+                "00:0{} - {}",
+                "{0}\n{1}",
+                '{0}, {0}9,"{1}"',
+                "{} | {}",
+                "{}. {}",
+                "{} {}\tIn the kitchen.",
+            )
+        ),
     ],
 )
 def test_subtitles_of_another_layout_are_refused(tmp_path, lines):
@@ -123,6 +136,12 @@ def test_a_table_is_refused_by_its_name(tmp_path, name):
         read(tmp_path, ["context,response", "where is it,over there"], name)
 
 
+def test_some_numbers_are_no_other_layout(tmp_path):
+    lines = ["3", "2", "1", "10:30 at the station.", *(f"This is line {n}." for n in range(13))]
+    rows, _ = read(tmp_path, [*lines, "1990", "The year was 1990."])
+    assert len(rows) == 13
+
+
 @pytest.mark.parametrize(
     "line", ['["Silent Night" playing]', "<i>Where is it?</i>", "[DOOR OPENS]"]
 )
@@ -133,9 +152,19 @@ def test_brackets_of_raw_text_are_no_other_layout(tmp_path, line):
 
 def test_time_codes_and_tags_within_raw_text_are_taken_out(tmp_path):
     lines = [f"This is line {number}." for number in range(25)]
-    tags = ["<i>Where did you put it?</i>", "{\\an8}- I have lost it."]
+    tags = [
+        "<i>Where did you put it?</i>",
+        "{\\an8}- I have lost it.",
+        "{y:i}Then<br />ask\\Nhim.",
+        "&lt;b&gt;Tom &amp; Ann&lt;/b&gt;",
+    ]
     rows, report = read(tmp_path, [*lines, "00:00:01,000 --> 00:00:02,000", "0:03", *tags])
-    assert [row["response"] for row in rows[-2:]] == ["Where did you put it?", "I have lost it."]
+    assert [row["response"] for row in rows[-4:]] == [
+        "Where did you put it?",
+        "I have lost it.",
+        "Then ask him.",
+        "Tom & Ann",
+    ]
     assert report.dropped.counts == {"first line of a file": 1, "time code": 2}
 
 

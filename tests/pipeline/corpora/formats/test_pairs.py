@@ -104,6 +104,17 @@ def test_a_column_without_a_name_is_ignored_as_the_index_of_pandas_is(tmp_path):
     assert not report.malformed.counts
 
 
+def test_the_first_file_with_a_row_tells_the_columns(tmp_path):
+    files = [tmp_path / name for name in ("README.md", "a.csv", "b.csv", "c.csv")]
+    for file, text in zip(
+        files, ("# FAQ\n", "", "question,answer\n", "question,answer\na,b\n"), strict=True
+    ):
+        file.write_text(text)
+    guessed, _ = pairs.with_guessed_columns([str(file) for file in files], Options(), Reading())
+    assert (guessed.context_column, guessed.response_column) == ("question", "answer")
+    pairs.require_columns([str(file) for file in files], guessed, Reading())
+
+
 @pytest.mark.parametrize(
     ("given", "columns", "taken"),
     [

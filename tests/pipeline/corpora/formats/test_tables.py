@@ -70,10 +70,12 @@ FORMS = {
         ("rows.jsonl", 2, "\ufeff"),
         ("rows", None, "\ufeff"),
         ("rows.txt", 2, ""),
+        ("rows.txt", None, "\n[ "),
     ],
 )
 def test_a_json_array_is_a_table(tmp_path, name, indent, mark):
-    data = mark + json.dumps(ROWS, indent=indent)
+    table = json.dumps(ROWS, indent=indent)
+    data = mark + (table[1:] if mark.endswith("[ ") else table)
     rows, report = read(tmp_path / name, data.encode())
     assert rows == list(enumerate(ROWS, start=1))
     assert report.records == 2
@@ -95,10 +97,44 @@ def test_objects_may_share_a_line_and_have_commas_between_them(tmp_path, between
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, indent):
-    table = {"0": ROWS[0], "1": ROWS[1]}
-    with pytest.raises(BadInput, match=r"such as '0'; .* by to_json\(…, orient='records'\)"):
+@pytest.mark.parametrize(
+    ("table", "held"),
+    [
+        ({"0": ROWS[0], "1": ROWS[1]}, "objects, such as '0'"),
+        ({"a": ["one"], "b": ["two"]}, "lists, such as 'a'"),
+        (
+            {"columns": ["a", "b"], "index": [0], "data": [["one", "two"]]},
+            "lists, such as 'columns'",
+        ),
+    ],
+)
+def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, table, held, indent):
+    with pytest.raises(BadInput, match=rf"holds {held}; .* by to_json\(…, orient='records'\)"):
         read(tmp_path / "rows.json", json.dumps(table, indent=indent).encode())
+
+
+def test_lines_may_begin_with_record_separators(tmp_path):
+    data = "\n".join(f"\x1e{json.dumps(row)}" for row in ROWS)
+    assert [row for _, row in read(tmp_path / "rows.jsonl", data.encode())[0]] == ROWS
+
+
+@pytest.mark.parametrize("line", ["sep=;", '"sep=;"', "\ufeffSEP=;"])
+def test_a_first_line_of_excel_names_the_delimiter(tmp_path, line):
+    data = f"{line}\r\n".encode() + as_csv(ROWS, ["a", "b"], ";")
+    assert [row for _, row in read(tmp_path / "rows.csv", data)[0]] == ROWS
+
+
+def test_the_names_of_columns_are_no_row_where_files_were_joined(tmp_path):
+    rows, report = read(tmp_path / "rows.csv", 2 * ("\ufeff".encode() + FORMS["csv"]))
+    assert [row for _, row in rows] == 2 * ROWS
+    assert (report.records, report.dropped.counts) == (5, {"the names of the columns again": 1})
+
+
+def test_a_table_without_names_of_columns_is_refused_with_where_they_stand(tmp_path):
+    with pytest.raises(
+        BadInput, match=r": one, two \(which its first line that is not blank names\)"
+    ):
+        read(tmp_path / "rows.csv", b"one,two\nthree,four\n")
 
 
 @pytest.mark.parametrize("indent", [None, 2])

@@ -64,6 +64,10 @@ LEFT_OVER = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?ref\b|''|&[a-z]+;")
         ("It is old. It weighs {{convert|3|t}}.", ["It is old."]),
         ("{{I|a}}It grew.{{sfn|A}} {{efn|a}} Then {{cn}} it fell. {{flag}}", ["It grew. Then it fell."]),
         ("It has {{pop|3}} people.", []),
+        ("{{nowrap|The house}} is big. It is red.", ["It is red."]),
+        ("It was in {{snd}}1990{{snd}}good. It is {{lang|de|Haus}}", []),
+        ("{{Infobox}} 今天。 It was built in 1990{{cn}}", ["今天。 It was built in 1990"]),
+        ("他用-{电脑}-看-{zh-hans:信息;zh-hant:資訊}-。-{H|zh-cn:a;zh-tw:b}-", ["他用电脑看信息。"]),
         # Markup that never ends
         ("One.\n{{a|b\nTwo.", ["One.", "Two."]),
         ("One.\n{| class=a\n| two\nThree.", ["One.", "Three."]),
