@@ -252,6 +252,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
         out, job.made_from.files, config.embed, config.gate, config.reading, previous, source,
         precision, privacy,
     )  # fmt: skip
+    job.made_from.stamps.check("candidates", out.staging)
     plan, rows = plan_record.plan, rows_to_embed(plan_record)
     if plan_record.source:
         name = storage.name_of(plan_record.source)

@@ -64,7 +64,7 @@ class Config:
     """Ask at most this many queries, the first of the file."""
     precision: Precision = "auto"
     """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
-    json: str = field(default="", metadata=program.OUTPUT)
+    json: str = field(default="", metadata=program.OUTPUT_FILE)
     """Write the table to this file too."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """The hardware that documents are embedded on; by default this process alone, without a cluster."""

@@ -33,6 +33,7 @@ from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking.context.registry import resolve_tags
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_REPO_URL
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact
@@ -275,6 +276,8 @@ def _create(
     params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(dict(settings)).items()}
     name = f"{job} {name}"
     tags = resolve_tags({"mlflow.runName": name, **_tags(job, inputs, experiment_id), **extra_tags})
+    if repository := tags.get(MLFLOW_GIT_REPO_URL):  # that of CI's checkouts has a token
+        tags[MLFLOW_GIT_REPO_URL] = registry.shown(repository)
     with registry.answers():
         if known_run := _run_to_continue(earlier_run, experiment_id):
             run_id = earlier_run

@@ -13,6 +13,7 @@ import torch
 from pipeline.artifact import open_artifact
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.pools import candidates
 from pipeline.pools.pool import Pool
 from serve.engine import Engine
 
@@ -149,6 +150,26 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
     assert not [name for name in left if not name.endswith(".partial")]
     if not contents:  # nothing that shows why
         assert left == []
+
+
+def test_an_export_that_is_still_being_written_makes_no_version(
+    embed, texts, tmp_path, monkeypatch
+):
+    """It grows after the job has named its contents."""
+    stage = candidates.stage
+
+    def stage_more(*arguments):
+        with texts.open("a") as file:
+            file.write('{"id": 9, "text": "text 9"}\n')
+        return stage(*arguments)
+
+    monkeypatch.setattr(candidates, "stage", stage_more)
+    done = embed(texts)
+    assert done.code == 1
+    assert f"--candidates {texts}: has changed while it was read" in done.stderr
+    assert versions(tmp_path / "pools") == []
+    monkeypatch.setattr(candidates, "stage", stage)
+    assert embed(texts).summary["counts"]["candidates"] == 10
 
 
 def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
