@@ -253,6 +253,8 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
         precision, privacy,
     )  # fmt: skip
     job.made_from.stamps.check("candidates", out.staging)
+    for note in plan_record.notes:
+        _say(config, note)
     plan, rows = plan_record.plan, rows_to_embed(plan_record)
     if plan_record.source:
         name = storage.name_of(plan_record.source)

@@ -276,7 +276,10 @@ def _ask_models(
         bar = name if config.resources == HERE else ""
         make_scorer = functools.partial(load_scorer, model, bar, precision, known)
         results.append(measure.of(name, make_scorer, actors=config.resources))
-        with tracking.start_evaluation(model, corpus, settings) as run:
+        inputs = {"model": model, "corpus": corpus}
+        with tracking.start_without_artifact(
+            "evaluate", storage.name_of(model.uri), inputs, settings
+        ) as run:
             numbers = results[-1].numbers()
             for baseline in baselines:
                 row = baseline.numbers().items()

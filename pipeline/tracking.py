@@ -193,26 +193,18 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
 
 
 @contextmanager
-def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of an evaluation, which makes no artifact."""
-    inputs = {"model": model.reference(), "corpus": corpus.reference()}
-    with _open("evaluate", Path(model.uri).name, inputs, settings) as run:
-        yield run
-
-
-@contextmanager
-def start_search_evaluation(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of an evaluation by a collection that is no artifact."""
-    inputs = {"model": model.reference()}
-    with _open("evaluate_search", Path(model.uri).name, inputs, settings) as run:
-        yield run
-
-
-@contextmanager
-def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of a promotion of `model`, which makes no artifact."""
-    name = str(settings["registered_model"])
-    with _open("promote", name, {"model": model.reference()}, settings) as run:
+def start_without_artifact(
+    job: str, name: str, inputs: Mapping[str, Artifact], settings: dict[str, Any]
+) -> Iterator[Run]:
+    """Opens the run of a job that makes no artifact, after its work. Where that fails, one line says so, and
+    nothing is logged."""
+    run = Run("", server())
+    references = {input_name: artifact.reference() for input_name, artifact in inputs.items()}
+    try:
+        run = _create(job, name, references, settings)
+    except (BadInput, Stopped) as error:
+        print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
+    with _ended(run):
         yield run
 
 
@@ -231,20 +223,6 @@ def connect() -> str:
     mlflow.set_tracking_uri(server())
     with registry.answers():
         return _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
-
-
-@contextmanager
-def _open(
-    job: str, name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
-) -> Iterator[Run]:
-    """Opens a new run after the work. Where that fails, one line says so, and nothing is logged."""
-    run = Run("", server())
-    try:
-        run = _create(job, name, inputs, settings)
-    except (BadInput, Stopped) as error:
-        print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
-    with _ended(run):
-        yield run
 
 
 def _tags(job: str, inputs: Mapping[str, Mapping[str, Any]], experiment_id: str) -> dict[str, str]:

@@ -164,6 +164,7 @@ def prepare(
         counts=sum_counts(record.counts for record in staged),
         malformed=sum_counts(record.malformed for record in staged),
         dropped=sum_counts([dropped, plan.dropped]),
+        notes=[note for record in staged for note in record.notes],
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
         planned_at=time.time(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -170,6 +171,14 @@ def test_an_export_that_is_still_being_written_makes_no_version(
     assert versions(tmp_path / "pools") == []
     monkeypatch.setattr(candidates, "stage", stage)
     assert embed(texts).summary["counts"]["candidates"] == 10
+
+
+def test_of_a_truncated_file_it_is_said_that_the_rest_is_missing(embed, tmp_path):
+    file = tmp_path / "texts.jsonl.gz"
+    lines = "".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(9))
+    file.write_bytes(gzip.compress(lines.encode(), compresslevel=0)[:-30])
+    said = embed(file, "--reading.truncated", "keep", "--dry-run", "true").stdout
+    assert f"pool p: {file}: the compressed stream is cut off; its 8 whole lines are used" in said
 
 
 def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
