@@ -81,7 +81,7 @@ class Config:
     overrides: tuple[str, ...] = ()
     """For finetune and paper: options of jobs.finetune. For pretrain: options of jobs.pretrain. They may
     be written like the job's own options."""
-    json: str = field(default="", metadata=program.OUTPUT)
+    json: str = field(default="", metadata=program.OUTPUT_FILE)
     """File for the rows of the report."""
     work: str = field(default=".benchmark", metadata=program.OUTPUT)
     """Folder for inputs and results. The next run uses what it holds. For paper: any URI."""

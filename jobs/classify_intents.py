@@ -53,7 +53,7 @@ class Config:
     """The classifier."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print the texts and the hours of their vectors, measured on this machine, and write nothing."""
-    json: str = field(default="", metadata=program.OUTPUT)
+    json: str = field(default="", metadata=program.OUTPUT_FILE)
     """Write the numbers to this file too."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """How much damage in the input is tolerated."""

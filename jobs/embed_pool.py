@@ -252,6 +252,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
         out, job.made_from.files, config.embed, config.gate, config.reading, previous, source,
         precision, privacy,
     )  # fmt: skip
+    job.made_from.stamps.check("candidates", out.staging)
     for note in plan_record.notes:
         _say(config, note)
     plan, rows = plan_record.plan, rows_to_embed(plan_record)

@@ -89,11 +89,11 @@ class Config:
     """Rank with cross-encoders, too, if a question has more than 1,000 candidates."""
     latency_queries: int = 50
     """Time this many questions, one at a time; 0: none."""
-    json: str = field(default="", metadata=program.OUTPUT)
+    json: str = field(default="", metadata=program.OUTPUT_FILE)
     """Write the table to this file too."""
-    plot: str = field(default="", metadata=program.OUTPUT)
+    plot: str = field(default="", metadata=program.OUTPUT_FILE)
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
-    errors: str = field(default="", metadata=program.OUTPUT)
+    errors: str = field(default="", metadata=program.OUTPUT_FILE)
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print the questions and the hours, measured on this machine, and write nothing."""
@@ -276,7 +276,10 @@ def _ask_models(
         bar = name if config.resources == HERE else ""
         make_scorer = functools.partial(load_scorer, model, bar, precision, known)
         results.append(measure.of(name, make_scorer, actors=config.resources))
-        with tracking.start_evaluation(model, corpus, settings) as run:
+        inputs = {"model": model, "corpus": corpus}
+        with tracking.start_without_artifact(
+            "evaluate", storage.name_of(model.uri), inputs, settings
+        ) as run:
             numbers = results[-1].numbers()
             for baseline in baselines:
                 row = baseline.numbers().items()

@@ -64,7 +64,7 @@ class Config:
     """Ask at most this many queries, the first of the file."""
     precision: Precision = "auto"
     """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
-    json: str = field(default="", metadata=program.OUTPUT)
+    json: str = field(default="", metadata=program.OUTPUT_FILE)
     """Write the table to this file too."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """The hardware that documents are embedded on; by default this process alone, without a cluster."""
@@ -119,7 +119,9 @@ def run(config: Config) -> program.Summary:
                 row_name = f"{name} + {stage_name}{', together' if together else ''}"
                 own_rows.append(_measure(row_name, reranked, collection))
         rows += own_rows
-        with tracking.start_search_evaluation(model, to_dict(config)) as tracked:
+        with tracking.start_without_artifact(
+            "evaluate_search", storage.name_of(model.uri), {"model": model}, to_dict(config)
+        ) as tracked:
             numbers = {
                 metric if row.name == name else f"{row.name}/{metric}": value
                 for row in own_rows

@@ -29,7 +29,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     pool: str = ""
     """A pool (of jobs.embed_pool), or one of its versions."""
-    html: str = field(default="", metadata=program.OUTPUT)
+    html: str = field(default="", metadata=program.OUTPUT_FILE)
     """File of a corpus's HTML page; by default <name of the corpus>.html in the working directory."""
     sample_rows: int = 200_000
     """Take the numbers from at most this many rows, spread evenly over all files; 0: from all rows."""
@@ -52,7 +52,7 @@ def run(config: Config) -> program.Summary:
 def _inspect_corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")
-    require(not storage.is_folder(html), "html", html, "a file, where there is no folder")
+    storage.require_file("html", html)  # also the name that nobody gave
 
     from pipeline.corpora.report import page, survey, text
 

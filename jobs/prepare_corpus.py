@@ -142,6 +142,7 @@ def run(config: Config) -> program.Summary:
         pairs.require_columns(files, config.pairs, config.reading)
     if config.dry_run:
         return cost.show("prepare_corpus", _estimate(config, files))
+    stamps = fingerprints.Stamps.of(files)
     fingerprint = fingerprints.raw_fingerprint(files, input_name=_input_names(config, files))
     raw_input = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"input": raw_input}
@@ -166,6 +167,7 @@ def run(config: Config) -> program.Summary:
             print(NOT_REDACTED, file=sys.stderr, flush=True)
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
+        stamps.check("input", out.staging)
         counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
             raise _no_example_refusal(out, counts["records"], records)

@@ -20,10 +20,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TextIO, TypeVar
 
+from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
 from pipeline.processor import bound_kind
@@ -35,6 +37,9 @@ Summary = dict[str, Any]
 OUTPUT: Mapping[str, Any] = MappingProxyType({**NOT_IDENTITY, "output": True})
 """The `metadata` of an option that names what a job writes. It is no part of the job's identity, and
 jobs.submit refuses a folder of this machine."""
+
+OUTPUT_FILE: Mapping[str, Any] = MappingProxyType({**OUTPUT, "file": True})
+"""The `metadata` of an option that names a file, which a job writes at its end."""
 
 SIGPIPE = 128 + 13
 """The exit code of a program whose output nobody reads any more."""
@@ -61,6 +66,9 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     try:
         config = parse(config_class, sys.argv[1:], program)
         bound_kind()  # a wrong one is refused before anything starts
+        for option in fields(config):  # type: ignore[arg-type]
+            if option.metadata.get("file") and (uri := getattr(config, option.name)):
+                storage.require_file(option.name, uri)
         summary = run(config)
     except BadInput as error:
         fail(error, 2)

@@ -139,7 +139,9 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     elif config.corpus and version_before != version:
         _, source = tracking.registered_version(name, version_before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
-    promotion_run = tracking.start_promotion(candidate, to_dict(config))
+    promotion_run = tracking.start_without_artifact(
+        "promote", name, {"model": candidate}, to_dict(config)
+    )
     with nullcontext() if config.dry_run else promotion_run as run:
         if config.pools:
             summary["pool"] = _move_pool(config, pool, lock)

@@ -138,7 +138,7 @@ def _pack(config: Config) -> _Parcel:
     files = packages.files()
     step = workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments))
     for path in _path_words(step):
-        if not path or Path(path).is_absolute() or not Path(path).exists():
+        if not path or Path(path).is_absolute() or not _exists(path):
             continue
         if Path(path).is_dir():
             raise BadInput(f"{path}: a folder of this machine; allowed: a URI that all nodes reach, such "
@@ -186,6 +186,13 @@ def _path_words(step: workflow.Step) -> Iterator[str]:
             option = option[2:].replace("-", "_")
         if option not in choices:
             yield value
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a text that is longer than the name of a file may be
+        return False
 
 
 def _settings_of_workflow(step: workflow.Step) -> set[str]:

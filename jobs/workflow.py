@@ -240,7 +240,9 @@ def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple
         command = (*_JOBS, "jobs", *command[1:])
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
     errors = subprocess.DEVNULL if hides_failure else None
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+    # Other programs may print what is not UTF-8.
+    decoding = {"encoding": "utf-8", "errors": "replace"}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, **decoding}
     with (
         _forward_sigterm() as children,
         subprocess.Popen(words, env=_environment(), **streams) as process,

@@ -69,9 +69,9 @@ class _BoundedClient:
 def bounded(
     ask: Callable[..., ResultT], *arguments: Any, server: str = "", **options: Any
 ) -> ResultT:
-    """What `ask` returns. Raises TimeoutError where a server of HTTP takes four times as long as MLflow's
-    timeouts allow. These begin anew with each byte, so alone they would let a server that sends one byte a
-    second take for ever.
+    """What `ask` returns. Raises TimeoutError where a server of HTTP, of runs or of models, takes four times
+    as long as MLflow's timeouts allow. These begin anew with each byte, so alone they would let a server that
+    sends one byte a second take for ever.
     """
     import mlflow
     from mlflow.environment_variables import (
@@ -79,7 +79,8 @@ def bounded(
         MLFLOW_HTTP_REQUEST_TIMEOUT,
     )
 
-    if not (server or mlflow.get_tracking_uri()).startswith("http"):
+    servers = (server or mlflow.get_tracking_uri(), mlflow.get_registry_uri())
+    if not any(address.startswith("http") for address in servers):
         return ask(*arguments, **options)
     result = Future[ResultT]()
 
@@ -118,6 +119,8 @@ def answers(question: str = "") -> Iterator[None]:
         is_final = isinstance(error, ImportError | CommandError)
         is_refusal = is_final or (400 <= status < 500 and status != 429)
         place = f"MLFLOW_TRACKING_URI {shown(mlflow.get_tracking_uri())}"
+        if mlflow.get_registry_uri() != mlflow.get_tracking_uri():
+            place += f", MLFLOW_REGISTRY_URI {shown(mlflow.get_registry_uri())}"
         if is_refusal and question and status not in (401, 403):
             place = ""
         where = ": ".join(filter(None, (question, place)))

@@ -33,6 +33,7 @@ from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking.context.registry import resolve_tags
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_REPO_URL
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact
@@ -192,26 +193,18 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
 
 
 @contextmanager
-def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of an evaluation, which makes no artifact."""
-    inputs = {"model": model.reference(), "corpus": corpus.reference()}
-    with _open("evaluate", Path(model.uri).name, inputs, settings) as run:
-        yield run
-
-
-@contextmanager
-def start_search_evaluation(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of an evaluation by a collection that is no artifact."""
-    inputs = {"model": model.reference()}
-    with _open("evaluate_search", Path(model.uri).name, inputs, settings) as run:
-        yield run
-
-
-@contextmanager
-def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
-    """Opens the run of a promotion of `model`, which makes no artifact."""
-    name = str(settings["registered_model"])
-    with _open("promote", name, {"model": model.reference()}, settings) as run:
+def start_without_artifact(
+    job: str, name: str, inputs: Mapping[str, Artifact], settings: dict[str, Any]
+) -> Iterator[Run]:
+    """Opens the run of a job that makes no artifact, after its work. Where that fails, one line says so, and
+    nothing is logged."""
+    run = Run("", server())
+    references = {input_name: artifact.reference() for input_name, artifact in inputs.items()}
+    try:
+        run = _create(job, name, references, settings)
+    except (BadInput, Stopped) as error:
+        print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
+    with _ended(run):
         yield run
 
 
@@ -230,20 +223,6 @@ def connect() -> str:
     mlflow.set_tracking_uri(server())
     with registry.answers():
         return _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
-
-
-@contextmanager
-def _open(
-    job: str, name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
-) -> Iterator[Run]:
-    """Opens a new run after the work. Where that fails, one line says so, and nothing is logged."""
-    run = Run("", server())
-    try:
-        run = _create(job, name, inputs, settings)
-    except (BadInput, Stopped) as error:
-        print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
-    with _ended(run):
-        yield run
 
 
 def _tags(job: str, inputs: Mapping[str, Mapping[str, Any]], experiment_id: str) -> dict[str, str]:
@@ -275,6 +254,8 @@ def _create(
     params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(dict(settings)).items()}
     name = f"{job} {name}"
     tags = resolve_tags({"mlflow.runName": name, **_tags(job, inputs, experiment_id), **extra_tags})
+    if repository := tags.get(MLFLOW_GIT_REPO_URL):  # that of CI's checkouts has a token
+        tags[MLFLOW_GIT_REPO_URL] = registry.shown(repository)
     with registry.answers():
         if known_run := _run_to_continue(earlier_run, experiment_id):
             run_id = earlier_run

@@ -95,6 +95,8 @@ class Draft:
     inputs: dict[str, dict[str, Any]]
     request: str
     started: float = field(default_factory=time.time)
+    job: dict[str, Any] = field(default_factory=dict)
+    """What `request` is the digest of (`describe_request`)."""
 
     def path(self, *parts: str) -> str:
         """The URI of a file of the draft."""
@@ -181,11 +183,17 @@ class Draft:
     def locked(self) -> Iterator[None]:
         """Locks the draft against other jobs while it is made. `publish` checks that the lock still holds.
 
-        Raises Stopped, naming the owner, if another job makes it or has just published it.
+        Raises Stopped, naming the owner, if another job makes it or has just published it, and BadInput where
+        another job has begun there and was killed.
         """
         with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S) as lock:
             if storage.exists(storage.join(self.uri, MANIFEST)):
                 raise _published_meanwhile(self.uri)
+            earlier_job = read_request(self.staging)
+            if digest(earlier_job) != self.request:
+                # Only here: a job without the lock would put its name on another's finished tasks.
+                _require_untouched(self.staging, earlier_job, self.job)
+                storage.write_bytes(self.path(REQUEST), json.dumps(self.job).encode())
             _held_locks[self.staging] = lock
             try:
                 yield
@@ -281,23 +289,27 @@ def draft(
         raise BadInput(f"{uri}: holds the result of another job ({difference(published_job, job)}); "
                        "choose another --output, or remove this one")  # fmt: skip
     local = storage.is_local(uri)
+    if local:  # no folder can be renamed to the name of a link, nor to a mounted folder
+        uri = str(Path(uri).resolve()) if Path(uri).is_symlink() else uri
+        require(not Path(uri).is_mount(), "output", uri, "a folder in this one, which is mounted")
     staging = f"{uri}.partial" if local else uri
-    request_uri = storage.join(staging, REQUEST)
-    is_resumed = storage.exists(request_uri)
-    if (local or not is_resumed) and storage.is_occupied(uri):
+    earlier_job = read_request(staging)
+    if (local or not earlier_job) and storage.is_occupied(uri):
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
-    if is_resumed:
-        earlier_job = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier_job) != request:
-            # A refused job leaves no more than its request and its tracking run.
-            if not set(storage.names_in(staging)) <= {REQUEST, RUN, _LOCK}:
-                raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
-                               "finish that one, choose another --output, or remove it")  # fmt: skip
-            is_resumed = False
-    if not is_resumed:
-        storage.write_bytes(request_uri, json.dumps(job).encode())
+    if not earlier_job:
+        storage.create_bytes(storage.join(staging, REQUEST), json.dumps(job).encode())
+    elif digest(earlier_job) != request:
+        _require_untouched(staging, earlier_job, job)
     settings = {name: value for name, value in to_dict(config).items() if name not in unused}
-    return Draft(uri, staging, kind, settings, references, request)
+    return Draft(uri, staging, kind, settings, references, request, job=job)
+
+
+def _require_untouched(staging: str, earlier_job: dict[str, Any], job: dict[str, Any]) -> None:
+    """Raises BadInput where another job has begun. A refused job leaves no more than its request and its
+    tracking run."""
+    if not set(storage.names_in(staging)) <= {REQUEST, RUN, _LOCK}:
+        raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
+                       "finish that one, choose another --output, or remove it")  # fmt: skip
 
 
 def _references(inputs: Mapping[str, Artifact | dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -221,15 +221,8 @@ def _stage_pieces(
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(part_table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.ascontiguousarray(keys)))
         parts.append((part, len(rows)))
-    rejects = raw.Rejects.joined(report.malformed, report.dropped)
-    rejects.save(draft, task, privacy)
-    return PartsRecord(
-        parts=parts,
-        counts={"records": report.records, **redacted_count(redacted)},
-        dropped=dict(rejects.counts),
-        malformed=dict(report.malformed.counts),
-        notes=report.notes,
-    )
+    report.counts.update(redacted_count(redacted))
+    return report.close(draft, task, privacy, PartsRecord, parts=parts)
 
 
 def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tuple[pa.Table, int]:

@@ -27,6 +27,8 @@ class PoolInputs:
     architecture: str
     files: list[str]
     """Of the candidates."""
+    stamps: fingerprints.Stamps
+    """Of these files."""
     references: dict[str, Any]
     """By name; their fingerprints are a part of the version's name."""
 
@@ -48,6 +50,7 @@ def resolve_inputs(
     if not order_counts:
         # As the fingerprint takes them: a resumed build finds the same files behind the numbers of its tasks.
         files = sorted(files, key=storage.name_of)
+    stamps = fingerprints.Stamps.of(files)
     source = {
         "uri": " ".join(candidates),
         "kind": "raw",
@@ -62,7 +65,7 @@ def resolve_inputs(
     if order_counts and len(files) > 1:
         order = digest([storage.name_of(file) for file in files])
         references["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
-    return PoolInputs(model, settings.architecture, files, references)
+    return PoolInputs(model, settings.architecture, files, stamps, references)
 
 
 def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 from pipeline.storage import object_store
 from pipeline.storage.failures import with_retries
 from pipeline.storage.prefetch import map_prefetched
@@ -41,13 +41,17 @@ def is_local(uri: str) -> bool:
 def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a URI and the path in it.
 
-    Raises BadInput where the scheme is unknown.
+    Raises BadInput where the scheme is unknown, and for a URI with a password in it.
     """
     if is_local(uri):
         return pafs.LocalFileSystem(), str(
             Path(uri.removeprefix("file://")).expanduser().absolute()
         )
     parts = _URI.fullmatch(uri)
+    if parts and re.match("[^@]*:[^@]*@", parts[2]):
+        shown = f"{parts[1]}://…@{parts[2].rpartition('@')[2]}{parts[3]}"
+        raise BadInput(f"{shown}: has a password, which manifests, logs and MLflow would show; allowed: "
+                       "a URI without one, and credentials in the environment")  # fmt: skip
     if parts and (root := _arrow_root(f"{parts[1]}://{parts[2]}", parts[4] or "")):
         filesystem, path = root
         return filesystem, posixpath.join(path, parts[3].strip("/")).rstrip("/") or "/"
@@ -150,10 +154,30 @@ def is_hidden(path: str) -> bool:
 
 
 def sizes_below(uri: str) -> dict[str, int]:
-    """The bytes of every file below a folder, hidden or not, by its path there, sorted."""
+    """The bytes of every file below a folder, hidden or not, by its path there, sorted. A folder that several
+    symbolic links lead to comes once."""
+    if is_local(uri):
+        return dict(sorted(_local_sizes(absolute(uri))))
     root, infos = _infos_below(uri, recursive=True)
     files = (info for info in infos if info.type == pafs.FileType.File)
     return dict(sorted((info.path[len(root) :].lstrip("/"), int(info.size or 0)) for info in files))
+
+
+def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
+    """(path, bytes). pyarrow would follow links that lead in a circle, up to 2^40 times."""
+    visited = set[str]()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        if (place := os.path.realpath(folder)) in visited:
+            folders.clear()
+            continue
+        visited.add(place)
+        folders.sort()
+        for path in (Path(folder, name) for name in names):
+            # A link may lead nowhere, and a file may be removed meanwhile.
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+                if path.is_file():
+                    yield path.relative_to(root).as_posix(), size
 
 
 def _infos_below(uri: str, recursive: bool = False) -> tuple[str, list[pafs.FileInfo]]:
@@ -187,8 +211,18 @@ def is_occupied(uri: str) -> bool:
     return bool(kind != pafs.FileType.NotFound)
 
 
+def require_file(option: str, uri: str) -> None:
+    """Raises BadInput where no file can be written, as far as that can be told without writing one."""
+    is_possible = not is_folder(uri)
+    if is_local(uri):
+        nearest = next(place for place in Path(absolute(uri)).parents if place.exists())
+        is_possible &= nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    require(is_possible, option, uri, "a file in a folder that may be written to")
+
+
 def expand(uris: Sequence[str], option: str = "input") -> list[str]:
-    """The files that the URIs name: a file itself, or all files below a folder.
+    """The files that the URIs name: a file itself, or all files below a folder. A file that has several
+    names, by symbolic links, comes once.
 
     Raises BadInput for a URI that is not there, a folder without files, or no URI at all.
     """
@@ -203,7 +237,10 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
         files += map(absolute, uri_files)
     if not files:
         raise BadInput(f"--{option}: no file is named")
-    return list(dict.fromkeys(files))
+    uri_of_file = dict[str, str]()
+    for uri in files:
+        uri_of_file.setdefault(os.path.realpath(uri) if is_local(uri) else uri, uri)
+    return list(uri_of_file.values())
 
 
 def open_input(uri: str) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from pipeline import storage
+from pipeline.config import Stopped
 
 _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 1 << 24
@@ -34,6 +36,33 @@ def raw_fingerprint(
         ):
             total.update(text.encode())
     return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Sizes and times of files before a job names their contents. Checked after the job has read them, they
+    tell that it has read what it named, and no export that was still being written."""
+
+    stamp_of_file: dict[str, tuple[int, int | None]]
+
+    @classmethod
+    def of(cls, uris: Sequence[str]) -> Stamps:
+        def stamp(uri: str) -> tuple[int, int | None]:
+            filesystem, path = storage.locate(uri)
+            info = filesystem.get_file_info(path)
+            return int(info.size or 0), info.mtime_ns
+
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            return cls(dict(zip(uris, pool.map(stamp, uris), strict=True)))
+
+    def check(self, option: str, staging: str) -> None:
+        """Raises Stopped, naming the first file that has changed, and removes what was made of it."""
+        now = Stamps.of(list(self.stamp_of_file)).stamp_of_file
+        for uri, stamp in self.stamp_of_file.items():
+            if now[uri] != stamp:
+                storage.delete(staging)
+                changed = f"--{option} {uri}: has changed while it was read"
+                raise Stopped(f"{changed}; the same command begins anew")
 
 
 def _describe_contents(uri: str, whole: bool) -> str:

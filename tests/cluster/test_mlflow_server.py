@@ -302,7 +302,8 @@ def test_an_evaluation_without_its_server_keeps_its_numbers(
     door, convai2_corpus, tiny_ranker, monkeypatch, capsys
 ):
     shut(door, "closed", monkeypatch)
-    with tracking.start_evaluation(tiny_ranker("bi"), convai2_corpus, {"split": "test"}) as run:
+    inputs = {"model": tiny_ranker("bi"), "corpus": convai2_corpus}
+    with tracking.start_without_artifact("evaluate", "bi", inputs, {"split": "test"}) as run:
         run.log({"r1": 0.5}, wait=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert "nothing is logged" in line and door.address in line

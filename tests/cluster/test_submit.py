@@ -150,6 +150,13 @@ def test_one_of_fixed_values_is_no_folder_though_one_is_called_so(tmp_path, monk
     assert {path.partition("/")[0] for path in sent} == {"jobs", "pipeline", "serve"}
 
 
+def test_a_text_may_be_longer_than_the_name_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "who sang? " * 100
+    command = ("search", "--model", "s3://m", "--pool", "s3://p", "--context", text)
+    assert text in submit._pack(submit.Config(command=command)).entrypoint
+
+
 def test_pools_that_a_job_reads_may_be_several(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ("serve", "--model", "s3://m", "--pools", "s3://a", "s3://b")

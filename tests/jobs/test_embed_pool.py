@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from pipeline.artifact import open_artifact
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.pools import candidates
 from pipeline.pools.pool import Pool
 from serve.engine import Engine
 
@@ -149,6 +151,34 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
     assert not [name for name in left if not name.endswith(".partial")]
     if not contents:  # nothing that shows why
         assert left == []
+
+
+def test_an_export_that_is_still_being_written_makes_no_version(
+    embed, texts, tmp_path, monkeypatch
+):
+    """It grows after the job has named its contents."""
+    stage = candidates.stage
+
+    def stage_more(*arguments):
+        with texts.open("a") as file:
+            file.write('{"id": 9, "text": "text 9"}\n')
+        return stage(*arguments)
+
+    monkeypatch.setattr(candidates, "stage", stage_more)
+    done = embed(texts)
+    assert done.code == 1
+    assert f"--candidates {texts}: has changed while it was read" in done.stderr
+    assert versions(tmp_path / "pools") == []
+    monkeypatch.setattr(candidates, "stage", stage)
+    assert embed(texts).summary["counts"]["candidates"] == 10
+
+
+def test_of_a_truncated_file_it_is_said_that_the_rest_is_missing(embed, tmp_path):
+    file = tmp_path / "texts.jsonl.gz"
+    lines = "".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(9))
+    file.write_bytes(gzip.compress(lines.encode(), compresslevel=0)[:-30])
+    said = embed(file, "--reading.truncated", "keep", "--dry-run", "true").stdout
+    assert f"pool p: {file}: the compressed stream is cut off; its 8 whole lines are used" in said
 
 
 def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):

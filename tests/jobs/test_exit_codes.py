@@ -62,6 +62,24 @@ def test_a_refusal_is_the_summary_of_a_job(tmp_path):
     assert program.said_by_job(done.stdout, "inspect", 2)
 
 
+@pytest.mark.parametrize(("verb", "option"), [
+    ("evaluate", "--json"), ("evaluate", "--errors"), ("evaluate_search", "--json"),
+    ("classify_intents", "--json"), ("benchmark", "--json"), ("inspect", "--html"),
+])  # fmt: skip
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    run_job_here, tmp_path, verb, option
+):
+    needed = {
+        "evaluate": ("--model", "m", "--corpus", "c"),
+        "evaluate_search": ("--model", "m", "--data", "d", "--work", "w"),
+        "classify_intents": ("--encoder", "e", "--input", "i", "--output", "o"),
+        "benchmark": ("corpora",),
+        "inspect": ("--corpus", "c"),
+    }
+    refusal = run_job_here(verb, *needed[verb], option, tmp_path).refusal
+    assert f": {option[2:]}: '{tmp_path}' is not allowed; allowed: a file in a folder" in refusal
+
+
 @pytest.mark.parametrize(
     ("output", "code", "said"),
     [

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
@@ -48,6 +49,25 @@ def prepare(run_job_here, tmp_path: Path):
 
 
 # What comes out
+
+
+def test_input_that_changes_while_it_is_read_makes_no_corpus(prepare, tmp_path, monkeypatch):
+    read = prepare_corpus.FORMATS["pairs"]
+
+    def read_and_grow(*arguments):
+        records = read(*arguments)
+        with (tmp_path / "in" / "a.csv").open("a") as file:
+            file.write("where is it,over there\n")
+        return records
+
+    files = {"a.csv": b"context,response\nhow are you,fine\n"}
+    monkeypatch.setitem(prepare_corpus.FORMATS, "pairs", read_and_grow)
+    done = prepare(files, corpus="pairs")
+    changed = f"--input {tmp_path}/in/a.csv: has changed while it was read"
+    assert (done.code, changed in done.stderr) == (1, True)
+    assert not list(tmp_path.glob("out*"))
+    monkeypatch.setitem(prepare_corpus.FORMATS, "pairs", read)
+    assert prepare(files, corpus="pairs").summary["counts"]["examples"] == 1
 
 
 @pytest.mark.parametrize("name", ["convai2_corpus", "reddit_corpus"])

@@ -99,6 +99,17 @@ def test_a_server_that_sends_byte_by_byte_ends_a_job(prepare, use_server, answer
     assert_one_line(prepare(), 1, "MLFLOW_TRACKING_URI http://", "no whole answer within 4 s")
 
 
+def test_a_registry_beside_a_database_of_runs_that_sends_byte_by_byte_ends_a_job(
+    run_job_here, tracking_uri, answering, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    address = answering(200, " " * 10, pause_s=0.5)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
+    done = run_job_here("promote", "--model", "a")
+    assert_one_line(done, 1, f"MLFLOW_REGISTRY_URI {address}: no whole answer within 4 s")
+
+
 @pytest.mark.parametrize(("status", "text", "code", "parts"), [
     (401, "You are not authenticated.", 2, ["401", "MLFLOW_TRACKING_USERNAME"]),
     (403, "Invalid Host header", 2, ["403", "--allowed-hosts"]),

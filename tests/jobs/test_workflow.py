@@ -54,6 +54,12 @@ def test_a_workflow_stops_at_the_first_failure_and_continues_there(three, tmp_pa
     assert [step["step"] for step in skipped["steps"]] == ["first", "third"]
 
 
+def test_a_step_may_print_what_is_not_utf8(tmp_path, capfd):
+    (tmp_path / "w.yaml").write_text("steps: {a: printf 'caf\\351\\n'}")
+    assert [step["step"] for step in run(tmp_path / "w.yaml")["steps"]] == ["a"]
+    assert "caf\ufffd\n" in capfd.readouterr().out
+
+
 def test_a_comment_takes_no_option_from_a_command(tmp_path):
     file = tmp_path / "w.yaml"
     file.write_text(

@@ -239,6 +239,23 @@ def test_a_job_that_was_refused_before_it_did_anything_is_in_nobodys_way(tmp_pat
     assert out.publish([], {}).manifest["config"]["max_steps"] == 4
 
 
+@pytest.mark.parametrize("uri", ["memory://bucket/a", "local"])
+def test_a_job_that_is_refused_as_another_works_does_not_take_that_one_s_tasks(
+    memory_store, tmp_path, uri
+):
+    """Two jobs with other settings and the same output begin at the same moment. One is killed."""
+    uri = str(tmp_path / "a") if uri == "local" else uri
+    with begin(uri, Config(max_steps=3)).locked():
+        other = begin(uri, Config(max_steps=4))  # nothing is done yet
+        with pytest.raises(Stopped, match="works on it"), other.locked():
+            pass
+        begin(uri, Config(max_steps=3)).mark("task", TaskRecord())
+    assert "max_steps: 3 there, 4 here" in refusal(uri, Config(max_steps=4))
+    with pytest.raises(BadInput, match="max_steps: 3 there, 4 here"), other.locked():
+        pass
+    assert list(begin(uri, Config(max_steps=3)).finished_tasks()) == ["task"]
+
+
 def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
     begin(tmp_path / "a", ReadingConfig()).mark("task", TaskRecord(counts={"n": 1}))
     tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
@@ -268,6 +285,22 @@ def test_a_file_in_the_place_of_the_output_is_refused(tmp_path):
 def test_an_empty_folder_is_not_in_the_way(tmp_path):
     (tmp_path / "a").mkdir()
     assert publish(tmp_path / "a").files() == [str(tmp_path / "a" / "x" / "1")]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_output_may_be_a_link_to_a_folder(tmp_path, is_there):
+    (tmp_path / "a").symlink_to(tmp_path / "disk")
+    if is_there:
+        (tmp_path / "disk").mkdir()
+    made = publish(tmp_path / "a")
+    assert open_artifact(str(tmp_path / "a"), "thing").fingerprint == made.fingerprint
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "disk"]
+    again = draft(str(tmp_path / "a"), "thing", Config(), {"input": SOURCE})
+    assert isinstance(again, Artifact)
+
+
+def test_a_mounted_folder_as_the_output_is_refused_before_any_work():
+    assert refusal("/proc").startswith("output: '/proc' is not allowed; allowed: a folder in this")
 
 
 # Reading

@@ -13,6 +13,7 @@ from pathlib import Path
 import mlflow
 import pytest
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_REPO_URL
 
 from pipeline import tracking
 from pipeline.artifact import Artifact
@@ -84,6 +85,14 @@ def test_a_run_names_its_inputs_its_code_and_what_came_out(parent):
     assert tags["input.input.uri"] == SOURCE["uri"]
     assert tags["input.input.fingerprint"] == SOURCE["fingerprint"]
     assert "input.input.run_id" not in tags  # no run made it
+
+
+def test_the_token_in_the_address_of_the_repository_is_not_logged(tmp_path, monkeypatch):
+    """MLflow tags a run with the address that `git` fetches from."""
+    address = {MLFLOW_GIT_REPO_URL: "https://ci:token@host/me/code.git"}
+    monkeypatch.setattr(tracking, "resolve_tags", lambda tags: {**tags, **address})
+    tags = run_of(make(tmp_path / "a")).data.tags
+    assert tags[MLFLOW_GIT_REPO_URL] == "https://host/me/code.git"
 
 
 def test_a_run_shows_the_whole_ancestry_with_the_runs_that_made_it(parent, tmp_path):

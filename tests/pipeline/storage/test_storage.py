@@ -34,6 +34,35 @@ def test_a_folder_stands_for_the_files_below_it_without_hidden_ones(tmp_path):
     assert storage.expand([str(tmp_path / "x"), a, hidden]) == [b, a, hidden]
 
 
+def test_a_file_with_several_names_by_links_comes_once(tmp_path):
+    (a,) = write(tmp_path, "2026-11-27/a")
+    (tmp_path / "latest").symlink_to(tmp_path / "2026-11-27")
+    (tmp_path / "2026-11-27" / "all").symlink_to(tmp_path)  # a circle
+    assert storage.expand([str(tmp_path)]) == [a]
+    linked = str(tmp_path / "latest" / "a")
+    assert storage.expand([linked, str(tmp_path)]) == [linked]
+
+
+def test_a_uri_with_a_password_is_refused_and_not_shown():
+    for uri in ("s3://KEY:hidden@bucket/a", "sftp://me:hidden@host/a?b=c"):
+        with pytest.raises(BadInput, match="has a password, which manifests") as refused:
+            storage.expand([uri])
+        assert "hidden" not in str(refused.value)
+    abfss = "abfss://container@account.dfs.core.windows.net/a"
+    assert storage.locate(abfss)[1] == "container/a"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before(tmp_path):
+    write(tmp_path, "file", "folder/file")
+    for name in ("file", "folder/new/deep/file"):
+        storage.require_file("json", str(tmp_path / name))
+    for name in ("folder", "file/below"):
+        with pytest.raises(
+            BadInput, match=f"^json: '{tmp_path / name}' is not allowed; allowed: a file"
+        ):
+            storage.require_file("json", str(tmp_path / name))
+
+
 def test_input_without_files_is_refused(tmp_path):
     with pytest.raises(BadInput, match=f"^--input {tmp_path}/none: no such file or folder$"):
         storage.expand([str(tmp_path / "none")])
