@@ -15,7 +15,7 @@ DEMO ?= .demo
 RESULTS ?= .benchmark/results
 BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper
 
-.PHONY: setup demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi kuberay lock clean
+.PHONY: setup demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi lock clean
 
 setup: .venv/installed
 
@@ -71,10 +71,6 @@ lint: .venv/installed
 # After a change of the HTTP interface; a test compares.
 openapi: .venv/installed
 	$(BIN)/python -m serve.http.api > serve/openapi.json
-
-# After a change of kuberay/raycluster.yaml or serve/config.cluster.yaml; a test compares.
-kuberay: .venv/installed
-	$(BIN)/python kuberay/generate.py
 
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -136,6 +137,15 @@ class Args(BaseModel):
     def _from_text(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
+    @field_validator("origins")
+    @classmethod
+    def _without_path(cls, origins: list[str]) -> list[str]:
+        """A browser sends no path, so an origin with one would never match."""
+        for origin in origins:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+|\*|null", origin):
+                raise ValueError(f"{origin!r}: allowed: https://HOST or https://HOST:PORT, or *")
+        return origins
+
 
 _deployment = functools.partial(
     serve.deployment,
@@ -249,6 +259,7 @@ class Ranker:
             self._metrics.record_error,
             args.names,
             args.playground,
+            echoes_request_id=False,
         )
 
     def _record_batch(self, batch: Batch) -> None:

@@ -58,6 +58,12 @@ class Refusal(Exception):
 
 def require_at_most(limits: Limits, field: str, count: int, limit: str = "candidates") -> None:
     """Raises Refusal if the field of a request has or asks for more than this limit of the operator's."""
-    if count > (most := getattr(limits, limit)):
-        message = f"{field}: {count:,} are not allowed; allowed: at most {most} (limits.{limit})"
-        raise Refusal("invalid_request", message, field)
+    if count > getattr(limits, limit):
+        raise too_many(limits, field, f"{count:,}", limit)
+
+
+def too_many(limits: Limits, field: str, count: str, limit: str) -> Refusal:
+    """The refusal of a field that has or asks for so many."""
+    most = getattr(limits, limit)
+    message = f"{field}: {count} are not allowed; allowed: at most {most} (limits.{limit})"
+    return Refusal("invalid_request", message, field)

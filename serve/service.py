@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
+from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
 from serve.batcher import SENDER, Batch, Batcher, Stage
@@ -277,6 +279,15 @@ class Service:
         size, stage = len(ranking.row), engine.explanations
         explained: list[Explained] = await self.batcher.run(stage, [ranking], [size], deadline)
         return explained[0]
+
+    async def longer_texts(
+        self, engine: Engine, texts: Sequence[str], are_contexts: bool
+    ) -> list[int]:
+        """Places of the texts that the model does not read to their end. A context has one turn here."""
+        if are_contexts:
+            contexts = [[text] for text in texts]
+            return await self._tokenize(partial(longer_contexts, engine.ranker), contexts)
+        return await self._tokenize(partial(longer_candidates, engine.ranker), texts)
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float

@@ -124,7 +124,9 @@ def python(words: list[str]) -> None:
 
 def files_exist(words: list[str]) -> None:
     for word in words:
-        if word.endswith((".yaml", ".py", "Dockerfile", "crontab")) and "://" not in word:
+        if word.startswith("kuberay/"):
+            assert (ROOT / word).exists(), word
+        elif word.endswith((".yaml", ".py", "crontab")) and "://" not in word:
             assert (ROOT / word).is_file(), word
 
 

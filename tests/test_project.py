@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -31,6 +30,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from jobs.benchmarks.paper import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
+
+from .manifests import rendered
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -321,7 +322,7 @@ def test_pods_start_ray_in_the_same_environment_as_nodes(tmp_path):
     names = re.findall(r"^(\w+)=", (ROOT / "ray.env").read_text(), re.MULTILINE)
     expected = {name: on_nodes[name] for name in names if name != "RAY_AUTH_MODE"}
     expected |= {"POLYRANK_CACHE": "/scratch/cache"}
-    spec = manifest("raycluster")["spec"]
+    spec = spec_of_cluster()
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
         assert {pair["name"]: pair["value"] for pair in container["env"]} == expected
@@ -364,31 +365,61 @@ def test_the_commands_of_nodes_are_shell(command):
 # Kubernetes
 
 
-def manifest(name: str) -> Any:
-    return yaml.safe_load((ROOT / "kuberay" / f"{name}.yaml").read_text())
+OVERLAYS = {"service": "RayService", "job": "RayJob", "nightly": "RayCronJob"}
+FOLDERS = ["base", *(f"overlays/{name}" for name in OVERLAYS)]
 
 
-def test_the_manifests_are_made_of_the_cluster_and_the_service_s_config():
-    """`make kuberay` after a change."""
-    for name, text in runpy.run_path(str(ROOT / "kuberay" / "generate.py"))["manifests"]().items():
-        assert (ROOT / "kuberay" / name).read_text() == text
-    served = yaml.safe_load(manifest("rayservice")["spec"]["serveConfigV2"])
+def of_kind(folder: str, kind: str) -> dict[str, Any]:
+    """The resources that `kubectl apply -k` sends, by name."""
+    return {name: each for (each_kind, name), each in rendered(folder).items() if each_kind == kind}
+
+
+def spec_of_cluster() -> Any:
+    (cluster,) = of_kind("base", "RayCluster").values()
+    return cluster["spec"]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, which has kustomize")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kustomize_makes_the_resources_that_these_tests_look_at(folder):
+    command = ["kubectl", "kustomize", ROOT / "kuberay" / folder]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    made = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(printed)}
+    assert made == rendered(folder)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_runs_on_the_pods_of_the_base_and_under_its_policies(overlay):
+    made, base = rendered(f"overlays/{overlay}"), rendered("base")
+    cluster = base.pop(("RayCluster", "polyrank"))
+    (own,) = (made.pop(key) for key in list(made) if key[0] == OVERLAYS[overlay])
+    assert made == base
+    job = own["spec"].get("jobTemplate", own["spec"])
+    assert job.get("rayClusterSpec", job.get("rayClusterConfig")) == cluster["spec"]
+
+
+def test_the_overlay_of_the_service_has_the_config_of_a_cluster_but_its_code():
+    (service,) = of_kind("overlays/service", "RayService").values()
+    served = yaml.safe_load(service["spec"]["serveConfigV2"])
     ServeDeploySchema.model_validate(served)
-    (application,) = served["applications"]
-    assert application["import_path"] == "serve.app:build"
-    assert application["runtime_env"].keys() == {"env_vars"}, "the image has the code"
-    program, *argv = shlex.split(manifest("rayjob")["spec"]["entrypoint"])[2:]
+    expected = yaml.safe_load((ROOT / "serve" / "config.cluster.yaml").read_text())
+    for application in expected["applications"]:
+        del application["runtime_env"]["working_dir"]  # the image has the code
+    assert served == expected
+
+
+def test_the_overlays_of_a_job_and_of_every_night_run_the_same_command():
+    (once,) = of_kind("overlays/job", "RayJob").values()
+    (night,) = of_kind("overlays/nightly", "RayCronJob").values()
+    expected = once["spec"] | {"activeDeadlineSeconds": 43200}
+    assert night["spec"]["jobTemplate"] == expected
+    program, *argv = shlex.split(once["spec"]["entrypoint"])[2:]
     parse(config_of(program.removeprefix("jobs.")), argv, "test")
 
 
 def test_pods_are_nobody_special_and_the_policies_are_about_them():
-    policies = list(yaml.safe_load_all((ROOT / "kuberay" / "policies.yaml").read_text()))
-
-    def of_kind(kind: str) -> dict[str, Any]:
-        return {part["metadata"]["name"]: part for part in policies if part["kind"] == kind}
-
-    accounts = of_kind("ServiceAccount")
-    spec = manifest("raycluster")["spec"]
+    accounts = of_kind("base", "ServiceAccount")
+    spec = spec_of_cluster()
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     pods = {name: group["template"]["spec"] for name, group in groups.items()}
     pods["head"] = spec["headGroupSpec"]["template"]["spec"]
@@ -414,18 +445,18 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
     (spread,) = pods["serving"]["topologySpreadConstraints"]
     serving = {"matchLabels": {"ray.io/group": "serving"}}
     assert spread["labelSelector"] == serving and spread["topologyKey"] == "kubernetes.io/hostname"
-    budgets = {name: part["spec"] for name, part in of_kind("PodDisruptionBudget").items()}
+    budgets = {name: part["spec"] for name, part in of_kind("base", "PodDisruptionBudget").items()}
     # KubeRay's resources have no scale subresource, so a budget may only have a number of minAvailable.
     assert {budget["minAvailable"] for budget in budgets.values()} == {1}
     assert budgets["polyrank-serving"]["selector"] == serving
-    (network,) = of_kind("NetworkPolicy").values()
+    (network,) = of_kind("base", "NetworkPolicy").values()
     ports = {port["port"] for rule in network["spec"]["ingress"] for port in rule.get("ports", ())}
     # The service and the dashboard; Redis, the GCS and Ray Client are for pods.
     assert ports == {8000, 8265}
 
 
 def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
-    spec = manifest("raycluster")["spec"]
+    spec = spec_of_cluster()
     assert spec["rayVersion"] == ray.__version__
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     types = CLUSTER["available_node_types"]
@@ -435,10 +466,11 @@ def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert spec["authOptions"] == {"mode": "token", "secretName": "polyrank-auth"}
     image = f"registry.example.com/polyrank:{PROJECT['version']}"
-    for file in (ROOT / "kuberay").iterdir():
-        named = re.findall(r"registry\.example\.com/\S+", file.read_text())
-        assert set(named) <= {image}, file
-    copied = re.findall(r"^COPY (\w+) ", (ROOT / "kuberay/Dockerfile").read_text(), re.MULTILINE)
+    dockerfile = (ROOT / "kuberay" / "Dockerfile").read_text()
+    cron_job = (ROOT / "jobs" / "schedules" / "cronjob.yaml").read_text()
+    for text in (json.dumps(spec), dockerfile, cron_job):
+        assert set(re.findall(r"registry\.example\.com/[\w:./]+\w", text)) == {image}
+    copied = re.findall(r"^COPY (\w+) ", dockerfile, re.MULTILINE)
     assert {name for name in copied if (ROOT / name).is_dir()} == {"pipeline", "jobs", "serve"}
 
 
@@ -453,31 +485,28 @@ def keys_of(value: Any) -> set[str]:
     return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["kuberay/raycluster.yaml", "kuberay/rayjob.yaml", "kuberay/rayservice.yaml",
-     "jobs/schedules/raycronjob.yaml"],
-)  # fmt: skip
-def test_a_manifest_names_the_version_of_kuberay_that_its_fields_need(file):
-    text = (ROOT / file).read_text()
-    needed = max(SINCE[key] for key in keys_of(yaml.safe_load(text)) if key in SINCE)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_names_the_version_of_kuberay_that_its_fields_need(folder):
+    text = "\n".join(file.read_text() for file in (ROOT / "kuberay" / folder).glob("*.yaml"))
+    needed = max(SINCE[key] for key in keys_of(list(rendered(folder).values())) if key in SINCE)
     assert f"needs KubeRay {needed}" in " ".join(text.replace("\n#", "").split())
 
 
 def test_the_service_and_the_cluster_have_names_and_head_services_of_their_own():
     """KubeRay makes the service <name>-head-svc for each."""
-    cluster, service = manifest("raycluster"), manifest("rayservice")
-    assert cluster["metadata"]["name"] != service["metadata"]["name"]
+    (cluster,) = of_kind("base", "RayCluster")
+    (service,) = of_kind("overlays/service", "RayService")
+    assert cluster != service
     night = yaml.safe_load((ROOT / "jobs" / "schedules" / "cronjob.yaml").read_text())
     (container,) = night["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     environment = {variable["name"]: variable for variable in container["env"]}
     address = environment["RAY_API_SERVER_ADDRESS"]["value"]
-    assert address == f"http://{cluster['metadata']['name']}-head-svc:8265"
+    assert address == f"http://{cluster}-head-svc:8265"
     secret = environment["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
-    for spec in (cluster["spec"], service["spec"]["rayClusterConfig"]):
-        assert secret == {"name": spec["authOptions"]["secretName"], "key": "auth_token"}
+    name = spec_of_cluster()["authOptions"]["secretName"]
+    assert secret == {"name": name, "key": "auth_token"}
     made = f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}="
-    assert made in (ROOT / "kuberay" / "raycluster.yaml").read_text()
+    assert made in (ROOT / "kuberay" / "base" / "kustomization.yaml").read_text()
 
 
 def test_every_shipped_cluster_has_nodes_for_the_service():
@@ -489,9 +518,7 @@ def test_every_shipped_cluster_has_nodes_for_the_service():
     assert needed.keys() > {"CPU"}, "replicas run beside jobs"
     types = CLUSTER["available_node_types"]
     (on_aws,) = (name for name in types if needed.keys() <= types[name]["resources"].keys())
-    groups = {
-        group["groupName"]: group for group in manifest("raycluster")["spec"]["workerGroupSpecs"]
-    }
+    groups = {group["groupName"]: group for group in spec_of_cluster()["workerGroupSpecs"]}
     on_kubernetes = groups[on_aws]["rayStartParams"]["resources"]
     on_premise = re.search(r"--resources='(.*?)'", ON_PREMISE["worker_start_ray_commands"][-1])
     offers = [json.loads(json.loads(on_kubernetes)), json.loads(on_premise[1])]

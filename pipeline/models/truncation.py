@@ -44,13 +44,11 @@ class Truncated:
 
 def truncation(ranker: Ranker, contexts: Sequence[Sequence[str]], candidates: Sequence[str]) -> str:
     """One line, of the first 2,000 of each; "" where none is longer than what the ranker reads."""
-    config, tokenise = ranker.config, ranker.tokenizer.contexts
-    prompt = config.context_prompt if isinstance(config, OnEncoderConfig) else ""
-    most = config.max_context_tokens
-    of_contexts = _truncated(_with_prompt(tokenise, prompt), contexts, most)
+    config = ranker.config
+    of_contexts = _truncated(*_of_contexts(ranker), contexts)
     of_candidates = truncated_candidates(ranker, candidates)
     lines = (
-        of_contexts.line("contexts", most),
+        of_contexts.line("contexts", config.max_context_tokens),
         of_candidates.line("candidates", config.max_candidate_tokens),
     )
     return "; ".join(filter(None, lines))
@@ -58,23 +56,49 @@ def truncation(ranker: Ranker, contexts: Sequence[Sequence[str]], candidates: Se
 
 def truncated_candidates(ranker: Ranker, candidates: Sequence[str]) -> Truncated:
     """The numbers of the first 2,000."""
-    config, tokenise = ranker.config, ranker.tokenizer.candidates
+    return _truncated(*_of_candidates(ranker), candidates)
+
+
+def longer_contexts(ranker: Ranker, contexts: Sequence[Sequence[str]]) -> list[int]:
+    """Places of the contexts that the ranker does not read to their end."""
+    return _longer(*_of_contexts(ranker), contexts)
+
+
+def longer_candidates(ranker: Ranker, candidates: Sequence[str]) -> list[int]:
+    """Places of the candidates that the ranker does not read to their end."""
+    return _longer(*_of_candidates(ranker), candidates)
+
+
+_RowsOf = Callable[[Any, int], list[list[int]]]
+"""Texts and the most tokens of a row to rows of token ids."""
+
+
+def _of_contexts(ranker: Ranker) -> tuple[_RowsOf, int]:
+    """(what tokenises contexts, the most tokens of one)"""
+    config = ranker.config
+    prompt = config.context_prompt if isinstance(config, OnEncoderConfig) else ""
+    return _with_prompt(ranker.tokenizer.contexts, prompt), config.max_context_tokens
+
+
+def _of_candidates(ranker: Ranker) -> tuple[_RowsOf, int]:
+    config = ranker.config
     prompt = config.candidate_prompt if isinstance(config, OnEncoderConfig) else ""
-    return _truncated(_with_prompt(tokenise, prompt), candidates, config.max_candidate_tokens)
+    return _with_prompt(ranker.tokenizer.candidates, prompt), config.max_candidate_tokens
 
 
-def _with_prompt(tokenise: Any, prompt: str) -> Callable[[Any, int], list[list[int]]]:
+def _with_prompt(tokenise: Any, prompt: str) -> _RowsOf:
     """Only the tokenizers of encoders have prompts."""
     return functools.partial(tokenise, prompt=prompt) if prompt else tokenise
 
 
-def _truncated(
-    rows_of: Callable[[Any, int], list[list[int]]], texts: Sequence[Any], most: int
-) -> Truncated:
+def _longer(rows_of: _RowsOf, most: int, texts: Sequence[Any]) -> list[int]:
+    return [place for place, row in enumerate(rows_of(texts, most + 1)) if len(row) > most]
+
+
+def _truncated(rows_of: _RowsOf, most: int, texts: Sequence[Any]) -> Truncated:
     """Only the longest text is tokenised beyond what the model reads."""
     texts = texts[:SAMPLED]
-    rows = rows_of(texts, most + 1)
-    longer = [text for text, row in zip(texts, rows, strict=True) if len(row) > most]
+    longer = [texts[place] for place in _longer(rows_of, most, texts)]
     longest = max(longer, key=lambda text: sum(map(len, text)), default=None)
     tokens = 0 if longest is None else len(rows_of([longest], _COUNTED)[0])
     return Truncated(texts=len(texts), longer=len(longer), longest=tokens)

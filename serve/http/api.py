@@ -45,11 +45,12 @@ def create_app(
     record_error: Callable[[int], None] = lambda status: None,
     names: Sequence[str] = (),
     playground_opens: Literal["dialogue", "query", "none"] = "dialogue",
+    echoes_request_id: bool = True,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
     the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
     the status of each error. `names`: those by which a request may name the model, beside its
-    fingerprint."""
+    fingerprint. `echoes_request_id`: as of `Guard`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,7 +68,7 @@ def create_app(
         redoc_url=None,
     )
     limits = limits or Limits()
-    errors.install(app)
+    errors.install(app, limits)
     refusal = service.batcher.refusal if service else lambda deadline: None
     # The one that is added last comes first: what the guard refuses reaches no other.
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
@@ -79,6 +80,7 @@ def create_app(
         refusal=refusal,
         record_answer=record_answer,
         record_error=record_error,
+        echoes_request_id=echoes_request_id,
     )
     if origins:
         app.add_middleware(
@@ -142,6 +144,7 @@ def create_app(
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
         require_at_most(limits, "texts", len(body.texts))
+        require_at_most(limits, "top_k", body.top_k, "top_k")
         ranker, began = require_service(), time.monotonic()
         engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)

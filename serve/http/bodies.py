@@ -203,22 +203,23 @@ class Health(BaseModel):
 def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and any(isinstance(item, (int, list)) for item in value):
+    if not isinstance(value, list):
+        return value
+    if any(isinstance(item, (int, list)) for item in value):
         raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
-    return value
-
-
-_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
-Texts = Annotated[
-    _TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _TextList)
-]
-"""A single text means a list of one."""
+    return [item.get("text", item) if isinstance(item, dict) else item for item in value]
 
 
 class Document(BaseModel):
-    """A text to rank. Other fields are ignored."""
+    """A text to rank or to embed. Other fields are ignored."""
 
     text: FilledText
+
+
+_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
+_Items = Annotated[list[FilledText | Document], Field(min_length=1, max_length=MAX_CANDIDATES)]
+Texts = Annotated[_TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _Items)]
+"""A single text means a list of one. Clients of Jina send objects with a text."""
 
 
 GivenDocument = Annotated[
@@ -229,22 +230,37 @@ GivenDocument = Annotated[
 
 # Requests
 
+
 Truncate = Annotated[
-    Literal[True, None], Field(description="Texts that are too long are always truncated.")
+    Literal[True, False, "END", "NONE", None],
+    Field(
+        description="false, NONE: refuse a text that is longer than what the model reads. By default its "
+        "end is left out; of a query, which is a context, its beginning."
+    ),
 ]
 _DIMENSIONS = (
     "Keep the first dimensions only; sensible only for a model trained for it (matryoshka). 0: all."
 )
 
 
-class TextsRerank(BaseModel):
+class _Truncating(BaseModel):
+    truncate: Truncate = None
+    truncation: StrictBool | None = Field(
+        default=None, description="The same for clients of Voyage."
+    )
+
+    @property
+    def needs_whole_texts(self) -> bool:
+        return any(value in (False, "NONE") for value in (self.truncate, self.truncation))
+
+
+class TextsRerank(_Truncating):
     """A rerank request in TEI's format."""
 
     query: FilledText
     texts: _TextList
     raw_scores: StrictBool = False
     return_text: StrictBool = False
-    truncate: Truncate = True
     truncation_direction: Literal["right", "Right"] = "right"
 
 
@@ -255,8 +271,8 @@ class _ForModel(BaseModel):
     )
 
 
-class DocumentsRerank(_ForModel):
-    """A rerank request in the format of Jina, infinity and Cohere."""
+class DocumentsRerank(_ForModel, _Truncating):
+    """A rerank request in the format of Jina, infinity, Cohere and Voyage."""
 
     query: FilledText
     # Before the documents: those with other fields have no text, and the error names what asks for them.
@@ -276,7 +292,7 @@ class DocumentsRerank(_ForModel):
         ]
 
 
-class _ToEmbed(BaseModel):
+class _ToEmbed(_Truncating):
     input_type: (
         Literal["query", "search_query", "document", "search_document", "passage"] | None
     ) = Field(
@@ -311,7 +327,6 @@ class EmbedRequest(_ToEmbed):
         description="context: embed the texts as contexts, if the model makes one vector of a context. "
         "Default: as candidates.",
     )
-    truncate: Truncate = True
     truncation_direction: Literal["right", "Right"] = "right"
     encoding_format: Literal["float"] = "float"
 
@@ -325,7 +340,18 @@ class EmbeddingsRequest(_ForModel, _ToEmbed):
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
-    embedding_type: Literal["float"] | None = None
+    embedding_type: Literal["float", "base64"] | None = Field(
+        default=None, description="The same for clients of Jina."
+    )
+    encoding_type: Literal["float"] | None = None
+    late_chunking: Literal[False, None] = Field(
+        default=None, description="Each text is embedded by itself."
+    )
+    modality: Literal["text"] | None = None
+
+    @property
+    def is_base64(self) -> bool:
+        return "base64" in (self.encoding_format, self.embedding_type)
 
 
 class Sentences(BaseModel):
@@ -378,6 +404,14 @@ class DocumentScore(BaseModel):
     document: Document | None = None
 
 
+class VoyageScore(BaseModel):
+    """As `DocumentScore`, in Voyage's format."""
+
+    index: int
+    relevance_score: float
+    document: str | None = None
+
+
 class Usage(BaseModel):
     """Tokens that the model read, with special tokens. Equal texts are read once."""
 
@@ -405,11 +439,13 @@ class Meta(BaseModel):
 
 
 class RerankResponse(BaseModel):
-    """The results, best first. `id` is the request id, as in the logs."""
+    """The results, best first. `id` is the request id, as in the logs. `data`: the same in Voyage's format,
+    for a request with a field of that format, `top_k` or `truncation`."""
 
     id: str
     model: str
     results: list[DocumentScore]
+    data: list[VoyageScore] | None = None
     usage: Usage
     meta: Meta
 

@@ -86,14 +86,17 @@ class Guard:
         refusal: Callable[[float], Refusal | None] = lambda deadline: None,
         record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
         record_error: Callable[[int], None] = lambda status: None,
+        echoes_request_id: bool = True,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
         For metrics: `record_answer`, and `record_error`, which takes the status of each error.
+        `echoes_request_id`: false where the server, as Ray Serve's, adds a request's id to its answer.
         """
         self._app, self._limits = app, limits or Limits()
         self._tokens = tokens or BearerTokens()
         self._refusal = refusal
         self._record_answer, self._record_error = record_answer, record_error
+        self._echoes_request_id = echoes_request_id
         self._held_bytes = 0  # of the bodies of all requests
         # Of a sender: (requests saved up, when). One that has asked for nothing since is as a new one.
         self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, _SAVED_S, time.monotonic)
@@ -108,13 +111,13 @@ class Guard:
             lower_priority()
         began = time.monotonic()
         headers = MutableHeaders(scope=scope)
-        request_id = headers.get("x-request-id", "")
+        request_id = sent_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
         sender, state = "", scope.setdefault("state", {})
         state["request_id"] = request_id
-        answer = _Answer(send, state)
+        answer = _Answer(send, state, self._echoes_request_id or request_id != sent_id)
         if scope["method"] == "HEAD":  # the server leaves the body out
             scope = {**scope, "method": "GET"}
         try:
@@ -278,15 +281,16 @@ class Guard:
 class _Answer:
     """Sends the answer of a request with its id and its model. `status`: 0 until it begins."""
 
-    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
-        self._send, self._state = send, state
+    def __init__(self, send: Send, state: Mapping[str, Any], has_id: bool) -> None:
+        self._send, self._state, self._has_id = send, state, has_id
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._state["request_id"]
+            if self._has_id:
+                headers["x-request-id"] = self._state["request_id"]
             if "model" in self._state:
                 headers[MODEL] = self._state["model"]
         await self._send(message)

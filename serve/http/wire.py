@@ -1,4 +1,4 @@
-"""The request formats of other services: TEI, Jina and infinity, Cohere, OpenAI, Hugging Face.
+"""The request formats of other services: TEI, Jina and infinity, Cohere, Voyage, OpenAI, Hugging Face.
 
 Rules for all of them:
 
@@ -11,12 +11,13 @@ Rules for all of them:
   fingerprint, and another one is refused. Else `model` is ignored: many clients must send one. The answer
   names the fingerprint in the header of `guard.py`, and in the body where the format has a field
   for it.
-- Texts are always truncated to the model's maximum, which /info names. `truncate: false` (TEI) is refused.
+- Texts are truncated to the model's maximum, which /info names. With `truncate: false` (TEI) or
+  `truncation: false` (Voyage) a longer one is refused.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
   `parameters` (Hugging Face). Fields that would change which parts of
-  the texts are read (`rank_fields`, `truncation_direction`), or what an answer holds (`embedding_type`,
-  `output_dtype`), are refused.
+  the texts are read (`rank_fields`, `truncation_direction`, `late_chunking`), or what an answer holds
+  (`embedding_type`, `output_dtype`), are refused.
 - Errors have the format of `errors.py`.
 """
 
@@ -33,6 +34,7 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
+from serve.engine import Engine
 from serve.http.bodies import (
     AnyRerank,
     ApiVersion,
@@ -51,6 +53,7 @@ from serve.http.bodies import (
     SimilarityRequest,
     TextScore,
     Usage,
+    VoyageScore,
 )
 from serve.http.errors import error_responses
 from serve.http.guard import name_engine
@@ -83,7 +86,10 @@ def add_routes(
     ) -> RerankResponse:
         require_at_most(limits, "documents", len(body.documents))
         texts, service = body.texts, require_model(body.model)
-        best_first, tokens = await _score(service, body.query, texts, request, body.raw_scores)
+        whole = "documents" if body.needs_whole_texts else ""
+        best_first, tokens = await _score(
+            service, body.query, texts, request, body.raw_scores, whole
+        )
         results = [
             DocumentScore(
                 index=place,
@@ -92,10 +98,21 @@ def add_routes(
             )
             for place, score in best_first[: body.top_n or body.top_k]
         ]
+        data = None
+        if body.model_fields_set & {"top_k", "truncation"}:
+            data = [
+                VoyageScore(
+                    index=result.index,
+                    relevance_score=result.relevance_score,
+                    document=texts[result.index] if body.return_documents else None,
+                )
+                for result in results
+            ]
         return RerankResponse(
             id=request.state.request_id,
             model=request.state.model,
             results=results,
+            data=data,
             usage=_usage(tokens),
             meta=Meta(api_version=ApiVersion(version=version)),
         )
@@ -110,7 +127,10 @@ def add_routes(
             return await rerank_documents(body, request, "1")
         texts = body.texts
         require_at_most(limits, "texts", len(texts))
-        best_first, _ = await _score(require_service(), body.query, texts, request, body.raw_scores)
+        whole = "texts" if body.needs_whole_texts else ""
+        best_first, _ = await _score(
+            require_service(), body.query, texts, request, body.raw_scores, whole
+        )
         return [
             TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
             for place, score in best_first
@@ -128,9 +148,9 @@ def add_routes(
 
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
-        """TEI's format. Texts that are too long are always truncated."""
+        """TEI's format."""
         require_at_most(limits, "inputs", len(body.inputs))
-        vectors_ND, _ = await _encode_texts(require_service(), body.inputs, request, body)
+        vectors_ND, _ = await _encode_texts(require_service(), "inputs", body.inputs, request, body)
         if body.normalize:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
@@ -141,8 +161,8 @@ def add_routes(
         """OpenAI's format, to vectors of length 1."""
         service = require_model(body.model)
         require_at_most(limits, "input", len(body.input))
-        vectors_ND, tokens = await _encode_texts(service, body.input, request, body)
-        encode = _base64 if body.encoding_format == "base64" else Tensor.tolist
+        vectors_ND, tokens = await _encode_texts(service, "input", body.input, request, body)
+        encode = _base64 if body.is_base64 else Tensor.tolist
 
         def response() -> EmbeddingsResponse:
             embeddings = encode(F.normalize(vectors_ND, dim=1))
@@ -201,18 +221,41 @@ def sigmoid(score: float) -> float:
 
 
 async def _score(
-    service: Service, query: str, texts: Sequence[str], request: Request, raw_scores: bool
+    service: Service,
+    query: str,
+    texts: Sequence[str],
+    request: Request,
+    raw_scores: bool,
+    whole: str = "",
 ) -> tuple[list[tuple[int, float]], int]:
-    """((place, score) of each text, best first, ties in the order given; tokens read)"""
+    """((place, score) of each text, best first, ties in the order given; tokens read)
+
+    `whole`: the field of texts of which none may be truncated, nor the query; Refusal is raised for one."""
     engine = name_engine(request, service.choose_engine())
+    if whole:
+        await _require_whole(service, engine, "query", [query], are_contexts=True)
+        await _require_whole(service, engine, whole, texts)
     scores, tokens = await service.scores(engine, [query], texts, request.state.deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     shown = scores if raw_scores else list(map(sigmoid, scores))
     return [(place, shown[place]) for place in order], tokens
 
 
+async def _require_whole(
+    service: Service, engine: Engine, field: str, texts: Sequence[str], are_contexts: bool = False
+) -> None:
+    """Raises Refusal for a text that the model does not read to its end."""
+    if longer := await service.longer_texts(engine, texts, are_contexts):
+        config = engine.ranker.config
+        most = config.max_context_tokens if are_contexts else config.max_candidate_tokens
+        field = field if field == "query" else f"{field}.{longer[0]}"
+        message = f"{field}: has more than {most} tokens, and may not be truncated"
+        raise Refusal("invalid_request", message, field)
+
+
 async def _encode_texts(
     service: Service,
+    texts_field: str,
     texts: Sequence[str],
     request: Request,
     body: EmbedRequest | EmbeddingsRequest,
@@ -229,6 +272,9 @@ async def _encode_texts(
             "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
         )
         raise Refusal("invalid_request", message)
+    if body.needs_whole_texts:
+        are_contexts = body.context_field is not None
+        await _require_whole(service, engine, texts_field, texts, are_contexts)
     field = "dimensions" if body.dimensions else "output_dimension"
     dimensions, width = body.dimensions or body.output_dimension, engine.ranker.dual.dimensions
     if dimensions and dimensions > width:

@@ -35,6 +35,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from serve.client import Client
 from tests.helpers import free_port, job_command
+from tests.manifests import rendered
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
 from .conftest import ROOT, S3, head
@@ -241,7 +242,7 @@ def test_the_file_for_a_cluster_starts_by_the_last_step_of_the_workflow(cluster,
 
 @pytest.mark.long
 def test_the_text_of_the_rayservice_starts(cluster, lake, model):
-    manifest = yaml.safe_load((ROOT / "kuberay" / "rayservice.yaml").read_text())
+    manifest = rendered("overlays/service")["RayService", "polyrank-service"]
     file = cluster.write("rayservice.yaml", manifest["spec"]["serveConfigV2"], lake)
     cluster.serve_deploy(file)
     require_two_replicas_with_tokens(cluster, model)

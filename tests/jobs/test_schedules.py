@@ -17,10 +17,10 @@ import yaml
 
 from jobs import embed_pool, submit
 from pipeline.config import parse
+from tests.manifests import rendered
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ROOT / "jobs" / "schedules"
-CLUSTER = ROOT / "kuberay" / "raycluster.yaml"
 COMMAND = "python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
 
 
@@ -72,12 +72,11 @@ def submitted_by_cronjob() -> tuple[str, str]:
 
 
 def submitted_by_raycronjob() -> tuple[str, str]:
-    spec = yaml.safe_load((SCHEDULES / "raycronjob.yaml").read_text())
-    assert (spec["apiVersion"], spec["kind"]) == ("ray.io/v1", "RayCronJob")
+    spec = rendered("overlays/nightly")["RayCronJob", "reembed-articles"]
+    assert spec["apiVersion"] == "ray.io/v1"
     assert set(spec["spec"]) == {"schedule", "timeZone", "suspend", "jobTemplate"}
     job = spec["spec"]["jobTemplate"]
     assert job["shutdownAfterJobFinishes"] is True
-    assert job["rayClusterSpec"] == yaml.safe_load(CLUSTER.read_text())["spec"]
     assert "MLFLOW_TRACKING_URI" in yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]
     groups = {group["groupName"]: group for group in job["rayClusterSpec"]["workerGroupSpecs"]}
     nightly = yaml.safe_load((SCHEDULES / "reembed.yaml").read_text())

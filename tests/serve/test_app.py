@@ -70,8 +70,10 @@ def test_pools_are_a_list_or_as_on_the_command_line(pools, found):
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"model": ""}, {"model": "m", "pool": "a"}, {"model": "m", "pools": [1]}]
-)
+    "values",
+    [{}, {"model": ""}, {"model": "m", "pool": "a"}, {"model": "m", "pools": [1]},
+     {"model": "m", "origins": ["https://app.example/"]}, {"model": "m", "origins": "app.example"}],
+)  # fmt: skip
 def test_arguments_that_are_not_allowed_are_refused(values):
     with pytest.raises(ValidationError):
         app.Args.model_validate(values)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import mlflow
 import pytest
@@ -180,6 +181,8 @@ def test_a_replica_answers_as_an_engine_does(port, model, tiny_pool, asking):
 
 def test_a_replica_says_what_it_serves(port, model):
     assert ask(port, "GET", "/health") == ask(port, "GET", "/ready") == (200, {"status": "ok"})
+    with urlopen(f"http://127.0.0.1:{port}/health") as answer:
+        assert len(answer.headers.get_all("x-request-id")) == 1
     status, info = ask(port, "GET", "/info")
     assert (status, info["model"]["fingerprint"]) == (200, model.fingerprint)
     assert [pool["name"] for pool in info["pools"]] == ["replies"]

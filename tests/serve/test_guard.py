@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from ray.serve._private.http_util import RequestIdMiddleware
 
 from serve.batcher import Batcher
 from serve.http import api, guard
@@ -309,6 +310,16 @@ def test_a_request_id_comes_back_and_a_strange_one_is_replaced(client):
         assert len(found) == 32 and found.isalnum()
     first, second = (client.get("/health").headers["x-request-id"] for _ in range(2))
     assert first != second
+
+
+@pytest.mark.parametrize("sent", [{"x-request-id": "a-1"}, {}])
+def test_the_id_that_ray_serve_adds_is_there_once(service, sent):
+    """Twice it was "a-1, a-1" for most clients."""
+    app = api.create_app(service, echoes_request_id=False)
+    client = TestClient(RequestIdMiddleware(app))
+    for path in ("/health", "/nope"):
+        (found,) = client.get(path, headers=sent).headers.get_list("x-request-id")
+        assert found == sent.get("x-request-id", found) != ""
 
 
 def test_head_is_get_without_a_body(client):

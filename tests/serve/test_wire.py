@@ -200,7 +200,22 @@ def test_jinas_format(live, path):
     )
     assert [r["document"] for r in answer["results"]] == [{"text": TEXTS[p]} for p in order]
     assert answer["model"] == one.artifact.fingerprint
-    assert "document" not in one.post(path, body).json()["results"][0]
+    without = one.post(path, body).json()
+    assert "document" not in without["results"][0] and "data" not in without
+
+
+def test_voyages_format(live):
+    """Its client reads `data`, and always sends both fields."""
+    one, body = live("bi"), {"query": QUERY, "documents": TEXTS, "top_k": None, "truncation": True}
+    scores = one.scores(QUERY, TEXTS)
+    order = np.argsort(-scores, kind="stable").tolist()
+    data = one.post("/v1/rerank", body).json()["data"]
+    assert [(row["index"], set(row)) for row in data] == [
+        (p, {"index", "relevance_score"}) for p in order
+    ]
+    assert [row["relevance_score"] for row in data] == pytest.approx(sigmoid(scores[order]), **NEAR)
+    two = one.post("/v1/rerank", {**body, "top_k": 2, "return_documents": True}).json()["data"]
+    assert [row["document"] for row in two] == [TEXTS[place] for place in order[:2]]
 
 
 @pytest.mark.parametrize("architecture", ["poly", "cross"])
@@ -227,6 +242,28 @@ def test_teis_format(live, architecture):
     raw = one.post("/rerank", {**body, "raw_scores": True, "return_text": True}).json()
     assert [result["score"] for result in raw] == pytest.approx(scores[order], **NEAR)
     assert [result["text"] for result in raw] == [TEXTS[place] for place in order]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/rerank", {"query": "a", "texts": ["b", "x" * 31], "truncate": False}, "texts.1"),
+        ("/rerank", {"query": "x" * 47, "texts": ["b"], "truncate": False}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": ["x" * 31], "truncation": False}, "documents.0"),
+        ("/embed", {"inputs": "x" * 31, "truncate": False}, "inputs.0"),
+        ("/v1/embeddings", {"input": ["x" * 31], "truncate": "NONE"}, "input.0"),
+        ("/embed", {"inputs": "x" * 47, "truncate": False, "prompt_name": "context"}, "inputs.0"),
+    ],
+)
+def test_a_text_that_may_not_be_truncated_is_refused_if_it_is_longer(live, path, body, field):
+    """The model reads 46 bytes of a context and 30 of a candidate. Clients send `truncate: false`, which was
+    refused for any text."""
+    one = live("bi")
+    error = refusal(one.post(path, body))
+    assert (error["code"], error["field"]) == ("invalid_request", field)
+    assert "may not be truncated" in error["message"]
+    fits = json.loads(json.dumps(body).replace('"x', '"'))  # one byte less
+    assert one.post(path, fits).status_code == 200
 
 
 def test_scores_that_are_1_keep_their_order(live, monkeypatch):
@@ -344,6 +381,15 @@ def test_openais_client_cuts_vectors(live, openai, openai_of):
     with pytest.raises(openai.UnprocessableEntityError, match="allowed: at most 16") as caught:
         client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=17)
     assert caught.value.code == "invalid_request"
+
+
+def test_jinas_name_of_base64_is_openais(live):
+    one = live("bi")
+    found, expected = (
+        one.post("/v1/embeddings", {"input": TEXTS, name: "base64"}).json()
+        for name in ("embedding_type", "encoding_format")
+    )
+    assert found == expected and isinstance(found["data"][0]["embedding"], str)
 
 
 def test_other_clients_cut_vectors_and_results_by_names_of_their_own(live):
@@ -477,18 +523,21 @@ MANY = ["a"] * 10_001
          "truncation_direction", "right"),
         ("/rerank", [], None, "object"),
         ("/v1/rerank", {**DOCUMENTS, "query": " "}, "query", "empty"),
-        ("/v1/rerank", {**DOCUMENTS, "documents": MANY}, "documents", "at most 10000"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": MANY}, "documents", "(limits.candidates)"),
         ("/v1/rerank", {**DOCUMENTS, "documents": [{"title": "a"}]}, "documents.0.text", "required"),
         ("/v1/rerank", {**DOCUMENTS, "documents": ["a", 3]}, "documents.1", "string"),
         ("/v1/rerank", {**DOCUMENTS, "documents": ["\ud800"]}, "documents.0", "surrogate"),
         ("/v1/rerank", {**DOCUMENTS, "rank_fields": ["title"]}, "rank_fields.0", "'text'"),
         ("/v1/rerank", {"query": QUERY, "documents": [{"title": "a"}], "rank_fields": ["title"]},
          "rank_fields.0", "'text'"),
-        ("/rerank", {"query": QUERY, "texts": TEXTS, "truncate": False}, "truncate", "True"),
-        ("/embed", {"inputs": "a", "truncate": False}, "truncate", "True"),
+        ("/rerank", {"query": QUERY, "texts": TEXTS, "truncate": "yes"}, "truncate", "NONE"),
+        ("/v1/embeddings", {"input": "a", "truncate": "START"}, "truncate", "END"),
+        ("/v1/embeddings", {"input": "a", "late_chunking": True}, "late_chunking", "False"),
+        ("/v1/embeddings", {"input": "a", "encoding_type": "binary"}, "encoding_type", "float"),
+        ("/v1/embeddings", {"input": ["a", {"url": "b"}]}, "input.1", "string"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
         ("/embed", {"inputs": []}, "inputs", "at least 1"),
-        ("/embed", {"inputs": MANY}, "inputs", "at most 10000"),
+        ("/embed", {"inputs": MANY}, "inputs", "(limits.candidates)"),
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
         ("/embed", {"inputs": [101]}, "inputs", "token ids"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
@@ -521,6 +570,9 @@ def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
         ("/v1/rerank", DOCUMENTS, {"max_chunks_per_doc": 9, "top_n": None}),
         ("/embed", {"inputs": TEXTS}, {"truncate": None, "prompt_name": None, "dimensions": None}),
         ("/v1/embeddings", {"input": TEXTS}, {"model": NAME, "user": "me"}),
+        ("/v1/embeddings", {"input": TEXTS}, {"encoding_type": "float", "late_chunking": False}),
+        ("/v1/embeddings", {"input": TEXTS}, {"modality": "text", "truncate": "END"}),
+        ("/v1/embeddings", {"input": TEXTS}, {"input": [{"text": text} for text in TEXTS]}),
         ("/", {"inputs": TEXTS}, {"parameters": {}, "truncate": True}),
     ],
 )
