@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -46,9 +47,9 @@ class Config:
     """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune, gpu and paper: an encoder, as for jobs.finetune; gpu embeds with one of
-    sentence-transformers. --table encoders takes several.
-    For serve: one of sentence-transformers, whose own services are measured beside polyrank's."""
+    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
+    For gpu and serve: one of sentence-transformers. gpu embeds with it; its own services are measured beside
+    polyrank's."""
     corpus: tuple[str, ...] = ()
     """For convert, finetune and gpu: a corpus. For paper: one corpus for each task. For search and serve:
     contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
@@ -63,9 +64,9 @@ class Config:
     without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without one
     nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, plan, engines; for finetune: bf16,
-    fp32; for gpu: search, pretrain, finetune, embed; for serve: overhead, throughput, clients, load,
-    fairness, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, engines, plan; for finetune: bf16,
+    fp32; for gpu: search, pretrain, embed; for serve: overhead, throughput, clients, load, fairness, rerank,
+    embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -99,8 +100,13 @@ class Config:
                 "one, but for --table encoders")  # fmt: skip
         differ = len({storage.name_of(uri) for uri in self.encoder}) == len(self.encoder)
         require(differ, "encoder", self.encoder, "folders of different names")
-        require(self.part in _WITH_ONLY or not self.only, "only", self.only,
-                f"none, but for {', '.join(_WITH_ONLY)}")  # fmt: skip
+        steps = _STEPS.get(self.part, {})
+        for name in self.only if self.part != "paper" else ():  # its names depend on the table
+            allowed = ", ".join(steps) or f"none, but for paper, {', '.join(_STEPS)}"
+            require(name in steps, "only", name, allowed)
+            for option in steps[name]:
+                value = getattr(self, option)
+                require(bool(value), option, value, f"one, for {self.part} --only {name}")
         require(self.part in _TRAINING or not self.overrides, "part", self.part,
                 f"{', '.join(_TRAINING)}, with {' '.join(self.overrides)}")  # fmt: skip
         require(self.part == "serve" or not self.url, "url", self.url, "none, but for serve")
@@ -108,10 +114,30 @@ class Config:
         require(is_url or not self.url, "url", self.url, "http://… or https://…")
         require(bool(self.pool) == bool(self.url), "pool", self.pool,
                 "the name of a pool, with url and only there")  # fmt: skip
-        is_of_url = not self.url or {*self.only} <= {"clients", "load"}
-        require(is_of_url, "only", self.only, "clients, load, with a URL")
+        is_of_url = not self.url or {*self.only} <= {*_WITH_URL}
+        require(is_of_url, "only", self.only, f"{', '.join(_WITH_URL)}, with a URL")
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps to measure, in their order: those of `only`, or all that have their inputs."""
+        inputs_of = {name: () for name in _WITH_URL} if self.url else _STEPS[self.part]
+        return tuple(
+            name
+            for name, inputs in inputs_of.items()
+            if (name in self.only or not self.only)
+            and all(getattr(self, option) for option in inputs)
+        )
 
 
+_STEPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "embed": {"rate": (), "night": (), "engines": ("peers",), "plan": ()},
+    "finetune": {"bf16": (), "fp32": ()},
+    "gpu": {"search": (), "pretrain": (), "embed": ("encoder", "corpus")},
+    "serve": {"overhead": (), "throughput": (), "clients": (), "load": (), "fairness": (),
+              "rerank": ("encoder",), "embed": ("encoder",)},
+}  # fmt: skip
+"""What `only` chooses from, and the options that a step needs."""
+_WITH_URL = ("clients", "load")
 _NEEDED = {
     "convert": ("corpus",),
     "finetune": ("encoder", "corpus"),
@@ -119,7 +145,6 @@ _NEEDED = {
     "search": ("model", "corpus"),
     "serve": ("model", "corpus"),
 }
-_WITH_ONLY = ("embed", "finetune", "gpu", "paper", "serve")
 _TRAINING = ("finetune", "paper", "pretrain")
 
 
@@ -135,8 +160,8 @@ def run(config: Config) -> program.Summary:
         Path(config.work).mkdir(parents=True, exist_ok=True)
     source = measure.source(config.size)
     part = import_module(f"jobs.benchmarks.{config.part}")
-    rows: list[BenchmarkRow] = part.measure(config, Path(config.work).absolute())
-    measure.report(rows, config.json, source)
+    measured: Iterator[BenchmarkRow] = part.measure(config, Path(config.work).absolute())
+    rows = measure.report(measured, config.json, source)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}
 

@@ -173,22 +173,38 @@ def _options_of_this_job() -> Iterator[None]:
 
 
 def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:
-    """Raises BadInput where a column that nobody named cannot be found by its name."""
-    columns = tables.first_columns(files, raw.Reading(), options)
+    """Raises BadInput where columns that nobody named cannot be found by their names."""
+    reading, report = raw.Reading(), ParseReport()
+    rows = (tables.read(file, {}, reading, report, lambda name: True, options) for file in files)
+    head = list(itertools.islice(itertools.chain.from_iterable(rows), 2))
+    columns = list(head[0][1])
+    hint = tables.nested_hint(head) or tables.delimiter_hint(columns, options)
     if len(columns) == 1 and not (config.question and config.answer):
-        hint = tables.delimiter_hint(columns, options)
         raise BadInput(
             f"{config.table}: has one column, {columns[0]!r}; allowed: two or more{hint}"
         )
-    found = pairs.usual_columns(columns)
-    for chosen, name, what in (
-        (config.question, "context_column", "question"),
-        (config.answer, "response_column", "answer"),
-    ):
-        if not chosen and len(found[name]) != 1 and len(columns) > 1:
-            reason = "more than one column" if found[name] else "no column"
-            raise BadInput(f"{config.table}: {reason} has a usual name for {what}s; choose by --{what}: "
-                           f"{', '.join(found[name] or columns)}")  # fmt: skip
+    usual = pairs.usual_columns(columns)
+    named = {"question": usual["context_column"], "answer": usual["response_column"]}
+    guessed = {what: names for what, names in named.items() if not getattr(config, what)}
+    faults = [
+        f"more than one column has a usual name for {what}s; choose by --{what}: {', '.join(names)}"
+        for what, names in guessed.items()
+        if len(names) > 1
+    ]
+    if lacking := [what for what, names in guessed.items() if not names]:
+        whats, flags = "s or ".join(lacking), " and ".join(f"--{what}" for what in lacking)
+        reason = f"no column has a usual name for {whats}s; choose by {flags}: {', '.join(columns)}"
+        faults.append(reason + (hint or _header_hint(columns)))
+    if faults:
+        raise BadInput(f"{config.table}: {'; '.join(faults)}")
+
+
+def _header_hint(columns: Sequence[str]) -> str:
+    """For a table whose columns are called like texts, what may be missing; "" for others."""
+    texts = [name for name in columns if name.endswith(("?", ".", "!")) or len(name.split()) > 4]
+    if not texts:
+        return ""
+    return f" ({texts[0]!r} looks like a text: the first line has to name the columns, as question,answer)"
 
 
 def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:

@@ -35,6 +35,7 @@ from pipeline.search import device, top_rows
 from pipeline.storage import node_cache
 from serve.batcher import Stage
 from serve.intents import Intents
+from serve.known_contexts import KnownContexts
 from serve.masks import Masks
 from serve.versions import RefusedPool, require_search
 
@@ -187,6 +188,9 @@ class Engine:
             self.searches = {
                 name: search_stage(pool, attention) for name, pool in self.pools.items()
             }
+        known = {name: KnownContexts.of(pool, self.ranker) for name, pool in self.pools.items()}
+        self.known_contexts = {name: contexts for name, contexts in known.items() if contexts}
+        """By the pool's name; of pools whose candidates have some, and not too many."""
         self.masks = Masks()
         self._warm_up()
         for pool in self.pools.values():

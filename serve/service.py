@@ -74,6 +74,8 @@ class RankAnswer:
     pool: str = ""
     """"": the candidates were in the query."""
     pool_version: str = ""
+    known_contexts: Sequence[list[str] | None] = ()
+    """For each result the known context that is nearest to the query's; (): the pool names none."""
     explained: Explained | None = None
     """Only if the query asks for it and there are results."""
     missing_shards: Sequence[int] = ()
@@ -352,8 +354,11 @@ class Service:
         results, explained = found.results, None
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
+        places = [result.index for result in results]
+        known_contexts: Sequence[list[str] | None] = ()
+        if known := engine.known_contexts.get(name):
+            known_contexts = known.nearest(vectors_MD[0], places)
         if query.explain and results:
-            places = [result.index for result in results]
 
             def candidates() -> torch.Tensor:
                 if pool is not None:
@@ -368,6 +373,7 @@ class Service:
             engine,
             pool=name,
             pool_version=engine.sharded[name].version if pool is None else pool.version,
+            known_contexts=known_contexts,
             explained=explained,
             missing_shards=found.missing_shards,
             candidates=engine.pool_rows[name],

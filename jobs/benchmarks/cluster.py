@@ -47,13 +47,15 @@ _RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "convert_small.ya
 _BUCKET = "s3://lake"
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """The row of the object store comes first, which its missing packages refuse. That of embedding needs a
     model."""
-    rows, size, dumps = [measure_store(config, work)], config.size, work / "dumps"
+    yield measure_store(config, work)
+    size, dumps = config.size, work / "dumps"
     shutil.rmtree(dumps, ignore_errors=True)
-    made = ("--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps)
-    run_job("generate_dump", *made)
+    run_job(
+        "generate_dump", "--comments", _COMMENTS[size], "--files", _BLOCKS[size], "--output", dumps
+    )
 
     def prepare(output: str) -> None:
         run_stage("Examples on nodes", "prepare_corpus", "--format", "reddit", "--input", str(dumps),
@@ -61,9 +63,9 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
 
     waiting = _BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE
     hook = wait_in_parser(_BLOCK_S[size])
-    rows.append(_speedup("reddit", prepare, hook, _PARSERS_A_NODE, waiting, work))
+    yield _speedup("reddit", prepare, hook, _PARSERS_A_NODE, waiting, work)
     if not config.model:
-        return rows
+        return
     candidates = work / "candidates.csv"
     texts = (f"candidate {number}" for number in range(_SHARDS[size] * _ROWS_A_SHARD))
     candidates.write_text("\n".join(["text", *texts]))
@@ -74,7 +76,7 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                   "--resources.cpus-per-actor", "1", "--pools", output, "--name", "candidates")  # fmt: skip
 
     hook = wait_in_model(_SHARD_S[size])
-    return [*rows, _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)]
+    yield _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def _speedup(
         f"{cores} logical cores each."
     )
     row, unit = f"cluster.{name}.speedup_{_NODES}_nodes", "times as fast on 4 nodes"
-    return BenchmarkRow(row, one / four, unit, detail={"note": note})
+    return BenchmarkRow.alone(row, one / four, unit, note)
 
 
 @contextmanager
@@ -185,7 +187,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
     times = f"{store:.0f} s over {local:.0f} s, mostly the start of jobs"
     note = f"{comments:,} comments: {times}. {1e3 * _DELAY_S:.0f} ms of delay."
     name, unit = "cluster.s3.time_over_local", "of the time over local files"
-    return BenchmarkRow(name, store / local, unit, detail={"note": note})
+    return BenchmarkRow.alone(name, store / local, unit, note)
 
 
 def _path(dump: str, out: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -40,20 +40,20 @@ _ROUNDS = {"small": 3, "full": 5}
 _QUESTIONS = {"small": 1_000, "full": 10_000}
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     size, corpus = config.size, open_artifact(config.corpus[0], "corpus")
     model = open_artifact(config.model, "ranker") if config.model else None
     peer = minilm_folder()  # refuses before anything is learnt
     texts, folder = known_texts(corpus, _TEXTS[size]), work / "convert"
     saved = _model_of_papers_size(corpus, _LEARNT_FROM[size], folder)
     ours = load_ranker(folder / "model")
-    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), saved]
-    rows += _rates_in_8_bits(ours, folder, texts, _ROUNDS[size])
+    yield from _rates(ours, peer, texts, _ROUNDS[size], _ALONE[size])
+    yield saved
+    yield from _rates_in_8_bits(ours, folder, texts, _ROUNDS[size])
     if model:
         split, rule = "test" if corpus.rows("test/") else "valid", PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
-        rows += _points(corpus, model, questions(corpus, split, *draw))
-    return rows
+        yield from _points(corpus, model, questions(corpus, split, *draw))
 
 
 def _model_of_papers_size(corpus: Artifact, examples: int, folder: Path) -> BenchmarkRow:
@@ -66,13 +66,13 @@ def _model_of_papers_size(corpus: Artifact, examples: int, folder: Path) -> Benc
     new_ranker(ConvertConfig(), folder / "vocabulary", seed=0).save(folder / "model")
     size = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
     note = f"{len(subwords):,} subwords (the paper: {_SUBWORDS:,})."
-    return BenchmarkRow("convert.saved_megabytes", size, "MB", detail={"note": note})
+    return BenchmarkRow.alone("convert.saved_megabytes", size, "MB", note)
 
 
 def _rates(
     ranker: Ranker, peer_folder: Path, texts: list[str], rounds: int, alone_count: int
-) -> list[BenchmarkRow]:
-    """Both encoders in turn, so that both have the same machine; a ratio is the median of the rounds'."""
+) -> Iterator[BenchmarkRow]:
+    """Both encoders in turn, so that both have the same machine."""
     from sentence_transformers import SentenceTransformer
 
     inference.prepare(ranker, torch.device("cpu"))
@@ -82,7 +82,9 @@ def _rates(
         "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
     }
     ways = {name: functools.partial(encode, texts) for name, encode in encoders.items()}
-    ours, theirs = in_turn(ways, rounds).values()
+    ours, theirs = (
+        [len(texts) / seconds for seconds in times] for times in in_turn(ways, rounds).values()
+    )
     ways_alone = {
         (name, text): functools.partial(encode, [text])
         for text in texts[:alone_count]
@@ -95,15 +97,15 @@ def _rates(
     tokens = fmean(len(row) for row in ranker.candidate_rows(texts))
     note = f"{len(texts):,} texts of {tokens:.0f} tokens in the mean."
     name = "convert.encode_vs_minilm_sentence_transformers"
-    return [
-        BenchmarkRow.beside(name, len(texts) / min(ours), len(texts) / min(theirs), "texts/s", note,
-                            ratio=median(b / a for a, b in zip(ours, theirs, strict=True))),
-        BenchmarkRow.beside(f"{name}.alone", ours_ms, theirs_ms, "ms a text", f"{alone_count} texts.",
-                            ratio=theirs_ms / ours_ms),
-    ]  # fmt: skip
+    yield BenchmarkRow.of_rounds(name, ours, theirs, "texts/s", note)
+    name, note = f"{name}.alone", f"{alone_count} texts."
+    ratio = theirs_ms / ours_ms
+    yield BenchmarkRow.beside(name, ours_ms, theirs_ms, "ms a text", note, ratio=ratio)
 
 
-def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) -> list[BenchmarkRow]:
+def _rates_in_8_bits(
+    ours: Ranker, work: Path, texts: list[str], rounds: int
+) -> Iterator[BenchmarkRow]:
     """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
     ranker = load_ranker(work / "model")
     ranker.quantise()
@@ -116,10 +118,9 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     inference.prepare(ranker, torch.device("cpu"))
     rates = {name: len(texts) / min(times) for name, times in in_turn(encoders, rounds).items()}
     bf16, detail = rates.pop("bf16"), {"peer": "bf16", "note": f"{len(texts):,} texts."}
-    return [
-        BenchmarkRow.beside(f"convert.encode_{name}_vs_bf16", rate, bf16, "texts/s", detail=detail)
-        for name, rate in rates.items()
-    ]
+    for name, rate in rates.items():
+        row = f"convert.encode_{name}_vs_bf16"
+        yield BenchmarkRow.beside(row, rate, bf16, "texts/s", detail=detail)
 
 
 def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
@@ -145,7 +146,7 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
     return encode
 
 
-def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> list[BenchmarkRow]:
+def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> Iterator[BenchmarkRow]:
     """R@1 above the better of BM25 and TF-IDF; and R@1 in float32 less that of blocks in 8 bits."""
 
     def percent(scorer: Scorer) -> float:
@@ -158,12 +159,8 @@ def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> list[
     float32 = percent(scorer)
     scorer.ranker.quantise()
     int8, count = percent(scorer), f"{len(question_set):,} questions among 100"
+    name, unit = "convert.reddit_1_of_100.points_over_bm25", "points of R@1"
     note = f"ConveRT {ours:.1f}, TF-IDF {tf_idf:.1f}, BM25 {bm25:.1f}; {count}."
-    lost = f"{float32:.2f} in float32, {int8:.2f} with blocks of 8 bits, of {count}."
-    return [
-        BenchmarkRow(f"convert.{name}", points, "points of R@1", detail={"note": note})
-        for name, points, note in (
-            ("reddit_1_of_100.points_over_bm25", ours - max(bm25, tf_idf), note),
-            ("int8.points_lost", float32 - int8, lost),
-        )
-    ]
+    yield BenchmarkRow.alone(name, ours - max(bm25, tf_idf), unit, note)
+    note = f"{float32:.2f} in float32, {int8:.2f} with blocks of 8 bits, of {count}."
+    yield BenchmarkRow.alone("convert.int8.points_lost", float32 - int8, unit, note)

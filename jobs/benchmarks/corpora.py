@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _COMMENTS = {"small": (300_000, 1_000_000), "full": (3_000_000, 10_000_000)}
 _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     dumps, runs = dict[int, Path](), dict[int, Run]()
     for comments in _COMMENTS[config.size]:
         dumps[comments], corpus = work / f"dump-{comments}", work / f"corpus-{comments}"
@@ -35,13 +35,13 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
                                  "--output", corpus)  # fmt: skip
     (fewer, first), (most, last) = runs.items()
     peaks = f"{first.peak_mib:,.0f} and {last.peak_mib:,.0f} MiB"
-    memory = f"From {fewer:,} to {most:,} comments: {peaks}."
-    return [
-        _rate(dumps[most], runs),
-        BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", last.peak_mib / first.peak_mib,
-                     "peak memory, ratio", detail={"note": memory}),
-        _reader(work / f"corpus-{most}"),
-    ]  # fmt: skip
+    name, note = (
+        "corpora.reddit.memory_growth_3m_to_10m",
+        f"From {fewer:,} to {most:,} comments: {peaks}.",
+    )
+    yield _rate(dumps[most], runs)
+    yield BenchmarkRow.alone(name, last.peak_mib / first.peak_mib, "peak memory, ratio", note)
+    yield _reader(work / f"corpus-{most}")
 
 
 def _rate(dump: Path, runs: Mapping[int, Run]) -> BenchmarkRow:

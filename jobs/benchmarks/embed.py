@@ -16,21 +16,25 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import truediv
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from jobs.benchmark import Config
 from jobs.benchmarks import engine_peer, pool_plan
-from jobs.benchmarks.inputs import cross_encoder, embed, minilm_folder, operations
+from jobs.benchmarks.inputs import cross_encoder, embed, minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job, take_turns
 from pipeline import Ranker
 from pipeline.config import require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
+from pipeline.models.encoder import Encoder
+from pipeline.models.flops import TrainingFlops, peak_flops
+from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
 
 _TOKENS = 256
@@ -49,41 +53,37 @@ _SHORT = {"small": 500, "full": 3_000}
 
 Table = dict[str, str]
 """Texts by id."""
-Part = Literal["rate", "night", "plan", "engines"]
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
-    for name in config.only:
-        require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
-    size, parts, data = config.size, config.only or get_args(Part), Path(config.data)
-    rows, articles = list[BenchmarkRow](), _articles(data) if {*parts} - {"plan"} else {}
-    if {"rate", "night"} & {*parts}:
-        run_job("convert_model", "--model", minilm_folder(), "--output", work / "minilm",
-                "--max-context-tokens", _TOKENS, "--max-candidate-tokens", _TOKENS)  # fmt: skip
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
+    size, steps, data = config.size, {*config.steps}, Path(config.data)
+    articles = _articles(data) if steps - {"plan"} else {}
     model = str(work / "minilm")
-    if "rate" in parts:
-        rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work)
-    if "night" in parts:
+    if steps & {"rate", "night"}:
+        run_job("convert_model", "--model", minilm_folder(), "--output", model,
+                "--max-context-tokens", _TOKENS, "--max-candidate-tokens", _TOKENS)  # fmt: skip
+    if "rate" in steps:
+        yield from _rates(_first_texts(articles, _ARTICLES[size]), model, work)
+    if "night" in steps:
         passages = {
             f"{name}.{number}": text
             for name, article in articles.items()
             for number, text in enumerate(article.split("\n"))
             if len(text) > 100
         }
-        rows.append(_night(_first_texts(passages, _PASSAGES[size]), model, work))
-    if config.peers and "engines" in parts:
-        rows += _beside_engines(size, list(articles.values()), data, work, config.peers)
-    if "plan" in parts:
-        rows.append(pool_plan.measure(size, work))
-    return rows
+        yield _night(_first_texts(passages, _PASSAGES[size]), model, work)
+    if "engines" in steps:
+        yield from _beside_engines(size, list(articles.values()), data, work, config.peers)
+    if "plan" in steps:
+        yield pool_plan.measure(size, work)
 
 
 # -------------------------------------------------------------------------------------------------
 # Rate
 
 
-def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
-    """All encoders in turn, so that all have the same machine; a ratio is the median of the rounds'."""
+def _rates(articles: Table, model: str, work: Path) -> Iterator[BenchmarkRow]:
+    """All encoders in turn, so that all have the same machine."""
     from sentence_transformers import SentenceTransformer
 
     texts = list(articles.values())
@@ -109,27 +109,25 @@ def _rates(articles: Table, model: str, work: Path) -> list[BenchmarkRow]:
         ways[name] = functools.partial(theirs, peer)
     rates = take_turns(ways, _ROUNDS)
     our_rates = rates.pop("ours")
-    peak, cost = _peak_flops(), operations(texts, model) / len(texts)
-    rate = max(our_rates)
-    share = rate * cost / peak
+    peak = peak_flops(torch.device("cpu"), "bf16").flops
+    floor = peak * len(texts) / _operations(texts, model)
+    share = max(our_rates) / floor
     few = ": the figure is the start of processes more than the rate"
     note = f"{len(texts):,} articles{few if len(texts) < _ENOUGH_ARTICLES else ''}."
     unit = "of the machine's rate of bf16 products"
-    rows = [BenchmarkRow("embed.share_of_bf16_peak", share, unit, detail={"note": note})]
+    yield BenchmarkRow.alone("embed.share_of_bf16_peak", share, unit, note)
+    floors = {"floor": floor, "share_of_floor": share}
     for name, peer_rates in rates.items():
-        ratio = median(a / b for a, b in zip(our_rates, peer_rates, strict=True))
-        rows.append(BenchmarkRow.beside(
-            f"embed.vs_sentence_transformers_{name}", rate, max(peer_rates), "articles/s", note,
-            ratio=ratio, floor=peak / cost, share_of_floor=share,
-        ))  # fmt: skip
-    return rows
+        row = f"embed.vs_sentence_transformers_{name}"
+        yield BenchmarkRow.of_rounds(row, our_rates, peer_rates, "articles/s", note, **floors)
 
 
-def _peak_flops() -> float:
-    """bf16 operations a second, of products of 2,048 by 2,048."""
-    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
-    (seconds,) = in_turn({"product": lambda: a @ b}, 20).values()
-    return 2 * 2048**3 / min(seconds)
+def _operations(texts: Sequence[str], model: str) -> float:
+    """Floating-point operations of the matrix products that encode the texts."""
+    ranker = load_ranker(Path(model))
+    encoder = next(part for part in ranker.modules() if isinstance(part, Encoder))
+    forward_and_backward = TrainingFlops.of(encoder).step(map(len, ranker.candidate_rows(texts)))
+    return forward_and_backward / 3
 
 
 # -------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     changes = f"{one_percent:.1f} s with 1 % changed, {nothing:.1f} s with nothing changed"
     note = f"{whole:.0f} s for all {len(passages):,} passages, {changes}."
     name, unit = "pool.reembed_1_percent.time_share", "share of a whole run's time"
-    return BenchmarkRow(name, one_percent / whole, unit, detail={"note": note})
+    return BenchmarkRow.alone(name, one_percent / whole, unit, note)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -162,14 +160,13 @@ def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
 
 def _beside_engines(
     size: str, articles: Sequence[str], data: Path, work: Path, python: str
-) -> list[BenchmarkRow]:
+) -> Iterator[BenchmarkRow]:
     """`python`: of the peers' environment."""
     encoder = Ranker.from_sentence_transformers(str(minilm_folder()))
     folder = cross_encoder(minilm_folder(), work / "cross-encoder")
     cross = Ranker.from_sentence_transformers(str(folder))
     long, short = articles[: _LONG[size]], _replies(data)[: _SHORT[size]]
     query, passages = articles[0][:100], [text[:1_000] for text in articles[1 : _RERANKED + 1]]
-    rows = list[BenchmarkRow]()
     for name, model, texts, ours in (
         ("embed.vs_{}_long", minilm_folder(), long, lambda: encoder.encode_candidates(long)),
         ("embed.vs_{}_short", minilm_folder(), short, lambda: encoder.encode_candidates(short)),
@@ -188,11 +185,9 @@ def _beside_engines(
         own = seconds.pop("ours")
         note = f"{count:,} texts a pass, the median of {len(own)} passes in turn."
         for engine, peer in seconds.items():
-            rows.append(BenchmarkRow.beside(
-                name.format(engine.replace("-", "_")), count / median(own), count / median(peer), unit, note,
-                ratio=median(theirs / ours for ours, theirs in zip(own, peer, strict=True)),
-            ))  # fmt: skip
-    return rows
+            row, ratio = name.format(engine.replace("-", "_")), median(map(truediv, peer, own))
+            rates = count / median(own), count / median(peer)
+            yield BenchmarkRow.beside(row, *rates, unit, note, ratio=ratio)
 
 
 @contextmanager

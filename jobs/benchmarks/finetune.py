@@ -10,114 +10,80 @@ pads the short to the long, which is slower here). jobs.evaluate's questions are
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
 
-import pyarrow.parquet as pq
 import torch
-from torch import Tensor, nn
 
-from jobs import evaluate
 from jobs import finetune as finetune_job
 from jobs.benchmark import Config
-from jobs.benchmarks import paper
+from jobs.benchmarks import inputs, paper
 from jobs.benchmarks.measure import BenchmarkRow, run_job
-from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, parse, require
+from pipeline.config import BadInput, parse
 from pipeline.engine.resources import best_device
-from pipeline.evaluation.ranking import load_scorer
-from pipeline.evaluation.results import ScorerResult, compare_all
 from pipeline.models.encoder import set_dropout
 from pipeline.models.sources import open_encoder
 from pipeline.training.loop import warmup_of
 
-Precision = Literal["bf16", "fp32"]
 _STEPS = {"small": 30, "full": 0}
 _EXAMPLES = {"small": 500, "full": 100_000}
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """Examples a second as a ratio for each precision, and R@1 of the first precision.
 
-    `only` has precisions. `overrides` has options of jobs.finetune; theirs follows where it has the like.
+    The steps are precisions. `overrides` has options of jobs.finetune; theirs follows where it has the like.
     """
-    size, only = config.size, config.only or get_args(Precision)
-    for name in only:
-        require(name in get_args(Precision), "only", name, ", ".join(get_args(Precision)))
     if find_spec("sentence_transformers") is None:
         raise BadInput("finetune: needs sentence-transformers; pip install -e '.[bench]'")
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
-    steps = _STEPS[size]
+    steps = _STEPS[config.size]
     about = f"{steps} steps, the first ones included." if steps else "A whole training."
     encoder = open_encoder(config.encoder[0])[0].local()
     corpus = open_artifact(config.corpus[0], "corpus")
-    rows, precisions = list[BenchmarkRow](), [name for name in get_args(Precision) if name in only]
-    for precision in precisions:
-        settings, ours = train_ours("bi", corpus, encoder, work / precision / "ours", (
+    for precision in config.steps:
+        options = list(map(str, (
+            *paper.recipe(paper.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder", encoder,
+            "--output", work / precision / "ours", "--loop.validate-every-epochs", 0,
             "--loop.precision", precision, "--ranker.share-towers", "true",
-            "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", steps,
-            *config.overrides,
-        ))  # fmt: skip
+            "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", steps, *config.overrides,
+        )))  # fmt: skip
+        settings = parse(finetune_job.Config, options, "jobs.finetune")
+        steps_per_s = run_job("finetune", *options).summary["metrics"]["mean_steps_per_s"]
+        ours = steps_per_s * settings.finetune.batch_examples
         theirs = _train_theirs(encoder, _pairs(corpus), settings, work / precision / "theirs")
         name = f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}"
-        rows.append(BenchmarkRow.beside(name, ours, theirs, "examples/s", about))
-    return [*rows, _quality(corpus, work / precisions[0], _EXAMPLES[size])]
-
-
-def train_ours(
-    architecture: str, corpus: Artifact, encoder: Path, output: Path, options: Sequence[object]
-) -> tuple[finetune_job.Config, float]:
-    """jobs.finetune with the small recipe of an architecture and further options, without validations: its
-    settings, and its examples a second."""
-    words = list(map(str, (
-        *paper.recipe(paper.task_of(corpus), architecture, "small"), "--corpus", corpus.uri, "--encoder",
-        encoder, "--output", output, "--loop.validate-every-epochs", 0, *options,
-    )))  # fmt: skip
-    settings = parse(finetune_job.Config, words, "jobs.finetune")
-    steps_per_s = run_job("finetune", *words).summary["metrics"]["mean_steps_per_s"]
-    return settings, float(steps_per_s) * settings.finetune.batch_examples
+        yield BenchmarkRow.beside(name, ours, theirs, "examples/s", about)
+    yield _quality(corpus, work / config.steps[0], _EXAMPLES[config.size])
 
 
 def _quality(corpus: Artifact, folder: Path, max_examples: int) -> BenchmarkRow:
-    """R@1 of both on the valid split, and whether they differ."""
-
-    def result(name: str) -> ScorerResult:
-        uri = str(folder / name)
-        protocol = paper.protocol(paper.task_of(corpus))
-        config = evaluate.Config(model=(uri,), corpus=corpus.uri, protocol=protocol,
-                                 max_examples=max_examples, latency_queries=0)  # fmt: skip
-        scorer = functools.partial(load_scorer, open_artifact(uri, "ranker"), name)
-        return evaluate.measurement(config, corpus).of(name, scorer)
-
-    both = (result("ours"), result("theirs"))
-    ours, theirs = (next(iter(one.metrics.values())) for one in both)
-    [pair] = compare_all(both, seed=0)
-    low, high = pair.interval
-    note = (
-        f"{len(both[0].ranking.ranks_N):,} questions; difference {pair.difference:.3f} "
-        f"({low:.3f} to {high:.3f}), p = {pair.p:.2g}."
+    """R@1 of both on the valid split, and whether they differ, by jobs.evaluate."""
+    said = run_job("evaluate", "--model", folder / "ours", folder / "theirs", "--corpus", corpus.uri,
+                   "--protocol", paper.protocol(paper.task_of(corpus)), "--max-examples", max_examples,
+                   "--baselines", "false", "--latency-queries", 0).summary  # fmt: skip
+    (metric, ours), *_ = said["table"]["ours"].items()
+    [pair] = said["comparisons"]
+    low, high = pair["interval"]
+    difference = (
+        f"difference {pair['difference']:.3f} ({low:.3f} to {high:.3f}), p = {pair['p']:.2g}"
     )
+    note = f"{said['examples']:,} questions; {difference}."
     name = "finetune.quality_vs_sentence_transformers"
-    return BenchmarkRow.beside(name, ours, theirs, next(iter(both[0].metrics)), note)
+    return BenchmarkRow.beside(name, ours, said["table"]["theirs"][metric], metric, note)
 
 
 def _pairs(corpus: Artifact) -> list[list[str]]:
     """Contexts as ours has them, newest turn last, and responses."""
-    pairs = []
-    for uri in corpus.files("train/", ".parquet"):
-        with storage.open_input(uri) as stream:
-            table = pq.read_table(stream, columns=["context", "response"])
-        pairs += [["\n".join(row["context"]), row["response"]] for row in table.to_pylist()]
-    return pairs
+    rows = inputs.examples(corpus.files("train/", ".parquet"))
+    return [["\n".join(row["context"]), row["response"]] for row in rows]
 
 
 def _train_theirs(
@@ -141,7 +107,10 @@ def _train_theirs(
     loader = NoDuplicatesDataLoader([InputExample(texts=pair) for pair in pairs], batch)
     steps = config.finetune.max_steps or round(config.finetune.epochs * len(loader))
     bf16 = config.loop.precision == "bf16"
-    loss = _Autocast(MultipleNegativesRankingLoss(model), best_device(), bf16)
+    loss = MultipleNegativesRankingLoss(model)
+    # bf16 needs no scaling of gradients, which `old_fit` always does for its own reduced precision, fp16.
+    in_bf16 = torch.autocast(best_device().type, torch.bfloat16, enabled=bf16)
+    loss.forward = in_bf16(loss.forward)
     began = time.perf_counter()
     with column_merging_disabled():
         model.old_fit(
@@ -159,16 +128,3 @@ def _train_theirs(
             "--max-context-tokens", config.ranker.max_context_tokens,
             "--max-candidate-tokens", config.ranker.max_candidate_tokens)  # fmt: skip
     return steps * batch / seconds
-
-
-class _Autocast(nn.Module):
-    """bf16 without the scaling of gradients, which fp16 needs and `old_fit` always does."""
-
-    def __init__(self, loss: nn.Module, device: torch.device, enabled: bool) -> None:
-        super().__init__()
-        self.loss, self._device, self._enabled = loss, device, enabled
-
-    def forward(self, features: Any, labels: Tensor) -> Tensor:
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._enabled):
-            loss: Tensor = self.loss(features, labels)
-        return loss

@@ -1,10 +1,9 @@
 """Measurements that need a GPU: search of 10 million candidates, utilisation by pre-training, and, with an
-encoder and a corpus, fine-tuning and embedding by the jobs themselves.
+encoder and a corpus, the share of the time in which jobs.embed_pool lets the GPU compute.
 
 The candidates of the search are made up: directions whose numbers get smaller, as those of texts' vectors do.
-Only the number of rows that are scored again in float64 depends on that. Each part's rows are written at
-once, so that a run that is stopped keeps them. With the device "cpu" the same code runs on tiny shapes, to
-see that it runs.
+Only the number of rows that are scored again in float64 depends on that. With the device "cpu" the same code
+runs on tiny shapes, to see that it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -27,12 +26,10 @@ from torch import Tensor
 from torch.utils.benchmark import timer
 
 from jobs.benchmark import Config
-from jobs.benchmarks import finetune
-from jobs.benchmarks.inputs import embed, operations, read_texts
-from jobs.benchmarks.measure import BenchmarkRow, in_turn, run_job, source, write_rows
+from jobs.benchmarks.inputs import embed, read_texts
+from jobs.benchmarks.measure import BenchmarkRow, attempt, in_turn, run_job
 from jobs.benchmarks.pretrain import bare_step
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, require
 from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.pretraining_heads import PretrainingModel
@@ -48,7 +45,6 @@ from pipeline.training.pretraining_data import MicroBatch
 from pipeline.training.settings import LoopConfig
 
 Device = Literal["cuda", "cpu"]
-Part = Literal["search", "pretrain", "finetune", "embed"]
 
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
@@ -56,7 +52,7 @@ _TOP_K = 10
 _TOGETHER = 16
 _CHUNK = 1 << 18
 _EMBEDDED_TOKENS = 256
-_TURNS_OF_A_LONG_TEXT = 16
+_TURNS_OF_A_TEXT = 16
 _SECONDS_OF_A_LOOK = 0.2
 _LENGTH = 8.0  # of candidates and vectors: logits of up to 64
 
@@ -77,7 +73,7 @@ class Scale:
     seconds: float
     """Least duration of a measurement of training."""
     texts: int
-    """That are embedded, if they are short; a sixteenth of them, if they are long."""
+    """That are embedded."""
     compiler: str
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 
@@ -85,51 +81,32 @@ class Scale:
 SCALES: dict[Device, Scale] = {
     "cuda": Scale(
         10_000_000, 384, 64, 10,
-        Shape(), 30_522, (16_384, 65_536, 131_072), 4.0, 400_000, "inductor",
+        Shape(), 30_522, (16_384, 65_536, 131_072), 4.0, 25_000, "inductor",
     ),
-    "cpu": Scale(3_000, 32, 8, 1, Shape(layers=2, width=64, heads=2), 300, (1_024,), 0.0, 512, "eager"),
+    "cpu": Scale(3_000, 32, 8, 1, Shape(layers=2, width=64, heads=2), 300, (1_024,), 0.0, 32, "eager"),
 }  # fmt: skip
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
-    """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
-    says why, and the other parts count nevertheless."""
-    for name in config.only:
-        require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
-        has_inputs = bool(config.encoder and config.corpus)
-        require(has_inputs or name not in ("finetune", "embed"), "only", name,
-                "search, pretrain without --encoder and --corpus")  # fmt: skip
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
+    """Rows of one GPU; none, and a line that says so, where there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
-        return []
-    device, scale, rows = torch.device(config.device), SCALES[config.device], list[BenchmarkRow]()
-    parts: list[tuple[Part, Callable[[], list[BenchmarkRow]]]] = [
-        ("search", lambda: measure_search(device, scale)),
-        ("pretrain", lambda: [measure_utilisation(128, device, scale)]),
-        ("pretrain", lambda: [measure_utilisation(512, device, scale)]),
-        ("pretrain", lambda: [measure_packing(device, scale)]),
-    ]
-    if config.encoder and config.corpus:
-        parts += [
-            ("finetune", lambda: measure_finetuning(config, work)),
-            ("embed", lambda: measure_embedding(config, work, scale)),
-        ]
-    for name, part in parts:
-        if config.only and name not in config.only:
-            continue
-        try:
-            rows += part()
-        except (BadInput, RuntimeError) as problem:
-            rows.append(BenchmarkRow(f"gpu.{name}", None, "", detail={"failed": str(problem)}))
-        write_rows(rows, config.json, source(config.size))
-    return rows
+        return
+    device, scale = torch.device(config.device), SCALES[config.device]
+    parts: dict[str, Callable[[], Iterator[BenchmarkRow]]] = {
+        "search": lambda: measure_search(device, scale),
+        "pretrain": lambda: measure_pretraining(device, scale),
+        "embed": lambda: measure_embedding(config, work, scale),
+    }
+    for step in config.steps:
+        yield from attempt(f"gpu.{step}", parts[step])
 
 
 # -------------------------------------------------------------------------------------------------
 # Search
 
 
-def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
+def measure_search(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]:
     """One context, 16 contexts, and one vector a context."""
     pool = made_up_pool(device, scale)
     assert pool.on_device is not None
@@ -144,27 +121,25 @@ def measure_search(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
         ways[name] = functools.partial(top_rows, pool, vectors.numpy(), _TOP_K)
         ways[f"{name}, plain torch"] = functools.partial(plain_top, matrix_ND, vectors)
     ms = {name: 1e3 * median(times) for name, times in in_turn(ways, scale.rounds).items()}
-    about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
     by = "Triton" if any(device_scores._agreement.values()) else "plain torch"
-    detail = {"note": f"{about}, by {by} on {device.type}."}
+    about = f"{len(pool):,} candidates of {scale.dimensions}, {scale.vectors} vectors"
+    note = f"{about}, by {by} on {device.type}."
+
+    def over_read(row: str, name: str, **more: Any) -> BenchmarkRow:
+        ours, plain = (ms[way] / ms["read"] for way in (name, f"{name}, plain torch"))
+        unit, ratio = "reads of the matrix", plain / ours
+        return BenchmarkRow.beside(row, ours, plain, unit, note, ratio=ratio, **more)
+
+    # The names are those of a GPU's scale.
+    share = ms["read"] / ms["one"]
+    yield over_read("gpu.search.10m_time_over_read_floor", "one", floor=1.0, share_of_floor=share)
     flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
     ours, plain = (flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch"))
-    peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {detail['note']}"
-
-    def over_read(row: str, name: str, **more: Any) -> BenchmarkRow:
-        plain, read = ms[f"{name}, plain torch"], ms["read"]
-        return BenchmarkRow(row, ms[name] / read, "reads of the matrix", plain / read, plain / ms[name],
-                            detail=detail, **more)  # fmt: skip
-
-    # The names are those of a GPU's scale.
-    name = "gpu.search.16_contexts_share_of_peak"
-    return [
-        over_read("gpu.search.10m_time_over_read_floor", "one", floor=1.0,
-                  share_of_floor=ms["read"] / ms["one"]),
-        BenchmarkRow.beside(name, ours, plain, "of the peak of bf16", peak_note, floor=1.0),
-        over_read("gpu.search.10m_bi_time_over_read_floor", "bi"),
-    ]  # fmt: skip
+    name, unit = "gpu.search.16_contexts_share_of_peak", "of the peak of bf16"
+    peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {note}"
+    yield BenchmarkRow.beside(name, ours, plain, unit, peak_note, floor=1.0)
+    yield over_read("gpu.search.10m_bi_time_over_read_floor", "bi")
 
 
 def made_up_pool(device: torch.device, scale: Scale) -> Pool:
@@ -225,6 +200,12 @@ def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
 # Training
 
 
+def measure_pretraining(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]:
+    yield measure_utilisation(128, device, scale)
+    yield measure_utilisation(512, device, scale)
+    yield measure_packing(device, scale)
+
+
 def measure_utilisation(length: int, device: torch.device, scale: Scale) -> BenchmarkRow:
     """MFU of joint pre-training on made-up texts of exactly `length` tokens, without Ray.
 
@@ -232,7 +213,7 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
     """
     rates, failures = dict[str, dict[str, float]](), dict[str, str]()
 
-    def attempt(tokens: int, compiled: bool) -> None:
+    def try_size(tokens: int, compiled: bool) -> None:
         name = f"{'compiled' if compiled else 'eager'}, {tokens:,} tokens"
         lengths = (length,) * max(1, tokens // length)
         try:
@@ -243,12 +224,12 @@ def measure_utilisation(length: int, device: torch.device, scale: Scale) -> Benc
         torch.cuda.empty_cache()
 
     for tokens in scale.micro_batch_tokens:
-        attempt(tokens, compiled=False)
+        try_size(tokens, compiled=False)
         if failures:
             break
     if rates:
         fastest = max(rates.values(), key=lambda values: values["mfu"])
-        attempt(int(fastest["micro_batch_tokens"]), compiled=True)
+        try_size(int(fastest["micro_batch_tokens"]), compiled=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     note = {"note": f"{scale.shape.layers} layers of {scale.shape.width}, {name}."}
     best = max((values["mfu"] for values in rates.values()), default=None)
@@ -317,65 +298,34 @@ def made_up_micro_batch(lengths: tuple[int, ...], vocabulary: int) -> MicroBatch
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
 
 
-def measure_finetuning(config: Config, work: Path) -> list[BenchmarkRow]:
-    """Examples a second of jobs.finetune: bi beside sentence-transformers, poly and cross alone."""
-    on_device = ("--resources.gpu", "true") if config.device == "cuda" else ()
-    beside = replace(config, size="full", only=("bf16",), overrides=on_device)
-    rows = [replace(row, row=f"gpu.{row.row}") for row in finetune.measure(beside, work)]
-    corpus, encoder = open_artifact(config.corpus[0], "corpus"), Path(config.encoder[0])
-    for architecture in ("poly", "cross"):
-        output = work / "finetune" / architecture
-        options = ("--loop.precision", "bf16", "--finetune.epochs", 1, *on_device)
-        _, rate = finetune.train_ours(architecture, corpus, encoder, output, options)
-        note = {"note": "An epoch, the first steps included."}
-        rows.append(BenchmarkRow(f"gpu.finetune.{architecture}", rate, "examples/s", detail=note))
-    return rows
-
-
 # -------------------------------------------------------------------------------------------------
 # Embedding
 
 
-def measure_embedding(config: Config, work: Path, scale: Scale) -> list[BenchmarkRow]:
-    """Texts a second of jobs.embed_pool beside sentence-transformers, and the share of the time in which the
-    GPU computes."""
-    from sentence_transformers import SentenceTransformer
+def measure_embedding(config: Config, work: Path, scale: Scale) -> Iterator[BenchmarkRow]:
+    """The share of the time in which the GPU computes, from the first moment with work to the last.
 
-    model, device, rows = work / "gpu-encoder", torch.device(config.device), list[BenchmarkRow]()
+    Before and after them the job starts processes, and plans.
+    """
+    model, device = work / "gpu-encoder", torch.device(config.device)
     for folder in (model, work / "pools"):
         shutil.rmtree(folder, ignore_errors=True)
     run_job("convert_model", "--model", config.encoder[0], "--output", model,
             "--max-candidate-tokens", _EMBEDDED_TOKENS)  # fmt: skip
-    peer = SentenceTransformer(config.encoder[0], model_kwargs={"dtype": torch.bfloat16})
-    peer.max_seq_length = _EMBEDDED_TOKENS
-    turns = read_texts([open_artifact(config.corpus[0], "corpus")], scale.texts)
-    for ending, together in (("_short", 1), ("", _TURNS_OF_A_LONG_TEXT)):
-        joined = [" ".join(turns[at : at + together]) for at in range(0, len(turns), together)]
-        # With a number each, as what is alike is embedded once.
-        numbered = zip(range(scale.texts // together), itertools.cycle(joined))
-        table = {str(number): f"{number} {text}" for number, text in numbered}
-        on_device = ("--resources.gpu", "true") if device.type == "cuda" else ()
-        with busy_shares(device) as shares:
-            embed(str(model), table, work / "pools", f"texts{ending}", *on_device)
-        facts = Pool.open(str(work / "pools" / f"texts{ending}")).artifact.manifest["embedded"]
-        ours = len(table) / float(facts["plan_seconds"] + facts["seconds"])
-        texts = list(table.values())[: max(64, scale.texts // (16 * together))]
-        peer.encode(texts[:64])  # the first pass allocates
-        began = timer()
-        peer.encode(texts, batch_size=256, show_progress_bar=False)
-        theirs = len(texts) / (timer() - began)
-        floor = peak_flops(device, "bf16").flops / (operations(texts[:500], str(model)) / 500)
-        busy = [n for n, share in enumerate(shares) if share]
-        note = f"{len(table):,} texts, of {facts['seconds']:.0f} s {facts['actor_seconds']:.0f} in the model."
-        rows.append(BenchmarkRow.beside(
-            f"gpu.embed.vs_sentence_transformers{ending}", ours, theirs, "texts/s", note, floor=floor,
-            share_of_floor=ours / floor,
-        ))  # fmt: skip
-        # From the first moment with work to the last: a job starts processes, and plans.
-        share = mean(shares[busy[0] : busy[-1] + 1]) / 100 if busy else None
-        name, detail = f"gpu.embed.busy_share{ending}", {"note": note}
-        rows.append(BenchmarkRow(name, share, "of the time", detail=detail))
-    return rows
+    corpus = open_artifact(config.corpus[0], "corpus")
+    turns = read_texts([corpus], scale.texts * _TURNS_OF_A_TEXT)
+    starts = range(0, len(turns), _TURNS_OF_A_TEXT)
+    texts = itertools.cycle(" ".join(turns[start : start + _TURNS_OF_A_TEXT]) for start in starts)
+    # With a number each, as what is alike is embedded once.
+    table = {str(number): f"{number} {next(texts)}" for number in range(scale.texts)}
+    on_device = ("--resources.gpu", "true") if device.type == "cuda" else ()
+    with busy_shares(device) as shares:
+        embed(str(model), table, work / "pools", "texts", *on_device)
+    facts = Pool.open(str(work / "pools" / "texts")).artifact.manifest["embedded"]
+    busy = [place for place, share in enumerate(shares) if share]
+    share = mean(shares[busy[0] : busy[-1] + 1]) / 100 if busy else None
+    note = f"{len(table):,} texts, of {facts['seconds']:.0f} s {facts['actor_seconds']:.0f} in the model."
+    yield BenchmarkRow.alone("gpu.embed.busy_share", share, "of the time", note)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 
@@ -18,19 +17,17 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import example_files
-from pipeline.models.encoder import Encoder
-from pipeline.models.ranker import load_ranker
 
 
 def read_contexts(corpus: Artifact, count: int) -> list[list[str]]:
     """At most `count` contexts of the last split."""
-    rows = _examples(_files(corpus)[::-1])
+    rows = examples(_files(corpus)[::-1])
     return [row["context"] for row in itertools.islice(rows, count)]
 
 
 def read_texts(corpora: Sequence[Artifact], count: int) -> list[str]:
     """At most `count` turns and responses, each once, in their order."""
-    rows = _examples(itertools.chain.from_iterable(map(_files, corpora)))
+    rows = examples(itertools.chain.from_iterable(map(_files, corpora)))
     texts: dict[str, None] = {}
     for row in rows:
         texts |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
@@ -48,15 +45,6 @@ def embed(model: str, texts: Mapping[str, str], pools: Path, name: str, *options
             stream.write(json.dumps({"id": id, "text": text}) + "\n")
     place = ("--candidates", file, "--pools", pools, "--name", name)
     return run_job("embed_pool", "--model", model, *place, *options)
-
-
-def operations(texts: Sequence[str], model: str) -> float:
-    """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
-    ranker = load_ranker(Path(model))
-    config = next(part for part in ranker.modules() if isinstance(part, Encoder)).hf.config
-    lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
-    layers, width = config.num_hidden_layers, config.hidden_size
-    return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
 
 
 def cross_encoder(encoder: Path, folder: Path) -> Path:
@@ -83,7 +71,8 @@ def _files(corpus: Artifact) -> list[str]:
     return [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
 
 
-def _examples(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+def examples(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The contexts and the responses in these files."""
     for file in files:
         with storage.open_input(file) as stream:
             yield from pq.read_table(stream, columns=["context", "response"]).to_pylist()

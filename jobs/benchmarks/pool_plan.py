@@ -41,10 +41,8 @@ def measure(size: str, work: Path) -> BenchmarkRow:
     percent = rows // 100
     assert counts == (percent, percent, rows - 2 * percent, percent), counts
     shutil.rmtree(folder)
-    return BenchmarkRow(
-        f"pool.plan_{_NAMES[size]}_seconds", seconds, "s",
-        detail={"note": f"{rows:,} candidates beside as many rows before, {peak_mb:,.0f} MB of memory."},
-    )  # fmt: skip
+    note = f"{rows:,} candidates beside as many rows before, {peak_mb:,.0f} MB of memory."
+    return BenchmarkRow.alone(f"pool.plan_{_NAMES[size]}_seconds", seconds, "s", note)
 
 
 def _write_keys(folder: Path, rows: int) -> PlanInput:

@@ -9,6 +9,7 @@ and return tokens a second, padding not counted, of each interval of some steps.
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import shutil
 import tempfile
@@ -46,6 +47,8 @@ from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]
 Rates = list[float]
+Progress = list[tuple[float, int]]
+"""(the time, tokens so far) at the beginning of a training and after each step"""
 _SAMPLE = {"small": sample.Size(), "full": sample.Size(reddit_threads=40_000)}
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
@@ -71,8 +74,13 @@ class Arm:
     interval: int
     """Steps of an interval; the recipe's steps are a multiple."""
 
+    def rates(self, progress: Progress) -> Rates:
+        """Tokens a second of each interval."""
+        points = itertools.pairwise(progress[:: self.interval])
+        return [(tokens - before) / (end - start) for (start, before), (end, tokens) in points]
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     size, work = config.size, work / "pretrain"
     uri = tokens(size, config.corpus[0] if config.corpus else "", work)
     layers, width, heads = _SHAPE[size]
@@ -87,25 +95,25 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
     joint, pair = (_arm([*options, str(_STEPS), "--resources.workers", n]) for n in ("1", "2"))
     mlm = _arm([*options, str(_STEPS_BESIDE_TRAINER), "--pretrain.objective", "mlm"])
     arms = {
-        "pretrain.vs_bare_loop": (joint, lambda _: bare_loops(joint, 1)),
-        "pretrain.vs_hf_trainer": (mlm, lambda step_tokens: hf_trainer(mlm, step_tokens)),
-        "pretrain.scaling_two_workers": (pair, lambda _: bare_loops(pair, 2)),
+        "pretrain.vs_bare_loop": (joint, _bare_loop, 1),
+        "pretrain.vs_hf_trainer": (mlm, _hf_trainer, 1),
+        "pretrain.scaling_two_workers": (pair, _bare_loop, 2),
     }
     if find_spec("accelerate") is None:
         del arms["pretrain.vs_hf_trainer"]
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
               "accelerate; pip install -e '.[bench]'", flush=True)  # fmt: skip
-    ways = {name: functools.partial(_run_both, *both) for name, both in arms.items()}
-    rows, waits = list[BenchmarkRow](), Rates()
+    ways = {name: functools.partial(_run_both, *sides) for name, sides in arms.items()}
+    waits = Rates()
     for name, rounds in take_turns(ways, _ROUNDS[size]).items():
         ours, peer, data_waits = (list(chain(*rates)) for rates in zip(*rounds, strict=True))
         waits = waits or data_waits
         arm = arms[name][0]
         steps = f"{arm.recipe.pretrain.steps} steps, the second half of each"
         note = f"{layers} layers of {width}, {arm.precision}; {len(rounds)} rounds of {steps}."
-        rows.append(BenchmarkRow.beside(name, median(ours), median(peer), "tokens/s", note))
-    name, unit = "pretrain.data_wait_share", "share of the time"
-    return [*rows, BenchmarkRow(name, fmean(waits), unit, detail=rows[0].detail)]
+        yield BenchmarkRow.beside(name, median(ours), median(peer), "tokens/s", note)
+    note = f"Of the job beside the bare loop: {layers} layers of {width}."
+    yield BenchmarkRow.alone("pretrain.data_wait_share", fmean(waits), "share of the time", note)
 
 
 def _arm(options: list[str]) -> Arm:
@@ -117,9 +125,12 @@ def _arm(options: list[str]) -> Arm:
     return Arm(options, recipe, precision, config.loop.log_every_steps)
 
 
-def _run_both(arm: Arm, peer: Callable[[float], Rates]) -> tuple[Rates, Rates, Rates]:
-    """(tokens a second of the job, of the peer, the job's shares of waiting for data); the peer is given the
-    tokens of a step, padding not counted."""
+def _run_both(arm: Arm, peer: Callable[..., Rates], processes: int) -> tuple[Rates, Rates, Rates]:
+    """(tokens a second of the job, of the peer, the job's shares of waiting for data)
+
+    The peer's processes run at the same time, and their rates are added. Each is given the tokens of a step
+    of the job.
+    """
     output = arm.options[arm.options.index("--output") + 1]
     shutil.rmtree(output, ignore_errors=True)
     run_job("pretrain", *arm.options)
@@ -129,7 +140,13 @@ def _run_both(arm: Arm, peer: Callable[[float], Rates]) -> tuple[Rates, Rates, R
         _steady([value for _, value in points]) for points in histories.values()
     )
     step_tokens = fmean(a / b for a, b in zip(rates, steps_per_s, strict=True))
-    return rates, _steady(peer(step_tokens)), waits
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:
+        wait = manager.Barrier(processes).wait
+        shares = [(rank, processes, wait, step_tokens) for rank in range(processes)]
+        futures = [pool.submit(peer, arm, *share) for share in shares]
+        peer_rates = [future.result() for future in futures]
+    return rates, _steady(list(map(sum, zip(*peer_rates, strict=True)))), waits
 
 
 def _steady(rates: Rates) -> Rates:
@@ -162,32 +179,10 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
 # Peers
 
 
-def bare_loops(arm: Arm, processes: int) -> Rates:
-    """`processes` bare loops at the same time, each over its own micro-batches; their sum."""
-    rates = _in_processes(_bare_loop, arm, processes)
-    return [sum(interval_rates) for interval_rates in zip(*rates, strict=True)]
-
-
-def hf_trainer(arm: Arm, tokens_per_step: float) -> Rates:
-    """The Trainer, with as many tokens in a step on average."""
-    return _in_processes(_hf_trainer, arm, 1, tokens_per_step)[0]
-
-
-def _in_processes(
-    function: Callable[..., Rates], arm: Arm, processes: int, *arguments: object
-) -> list[Rates]:
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:
-        barrier = manager.Barrier(processes)
-        futures = [
-            pool.submit(function, arm, rank, processes, barrier.wait, *arguments)
-            for rank in range(processes)
-        ]
-        return [future.result() for future in futures]
-
-
-def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> Rates:
-    """A plain loop over batches in memory: no Ray, no reports, no checks."""
+def _bare_loop(
+    arm: Arm, rank: int, world: int, wait: Callable[[], object], _tokens: float
+) -> Rates:
+    """A plain loop over its own micro-batches in memory: no Ray, no reports, no checks."""
     _use_one_thread()
     recipe, steps = arm.recipe, arm.recipe.pretrain.steps
     inputs = (recipe.corpora, recipe.weights, recipe.pretrain)
@@ -200,15 +195,12 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     model.train()
     optimizer = optimization(recipe.loop, model, steps)
     wait()
-    rates, began = Rates(), time.perf_counter()
-    for number, parts in enumerate(batches, start=1):
+    progress: Progress = [(time.perf_counter(), 0)]
+    for parts in batches:
         bare_step(model, parts, optimizer, device, arm.precision == "bf16")
-        if number % arm.interval == 0:
-            done = chain(*batches[number - arm.interval : number])
-            now = time.perf_counter()
-            rates.append(sum(part.token_count for part in done) / (now - began))
-            began = now
-    return rates
+        tokens = progress[-1][1] + sum(part.token_count for part in parts)
+        progress.append((time.perf_counter(), tokens))
+    return arm.rates(progress)
 
 
 def bare_step(
@@ -234,8 +226,8 @@ def bare_step(
 def _hf_trainer(
     arm: Arm, rank: int, world: int, wait: Callable[[], object], tokens_per_step: float
 ) -> Rates:
-    """The Trainer with its defaults, but the same precision, seed, learning rate and number of micro-batches
-    in a step. `remove_unused_columns` would take away the mask of special tokens, and
+    """The Trainer with its defaults, but the same precision, seed, learning rate, and micro-batches and
+    tokens in a step (on average). `remove_unused_columns` would take away the mask of special tokens, and
     the collator would make it anew in Python."""
     from transformers import (
         AutoModelForMaskedLM,
@@ -253,16 +245,11 @@ def _hf_trainer(
     rows = list(_rows(corpus, recipe, int(config.steps * tokens_per_step)))
     length = sum(len(row["input_ids"]) for row in rows) / len(rows)
     collate = DataCollatorForLanguageModeling(tokenizer.hf, mlm_probability=config.masked_share)
-    tokens, ends = list[int](), list[float]()
-
-    def collate_and_count(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
-        batch: dict[str, Any] = collate(examples)
-        tokens.append(int(batch["attention_mask"].sum()))
-        return batch
+    progress: Progress = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: object, **__: object) -> None:
-            ends.append(time.perf_counter())
+        def on_train_begin(self, args: Any, state: Any, *_: object, **__: object) -> None:
+            progress.append((time.perf_counter(), state.num_input_tokens_seen))
 
         on_step_end = on_train_begin
 
@@ -276,19 +263,14 @@ def _hf_trainer(
                 per_device_train_batch_size=max(1, round(tokens_per_step / length / config.lanes)),
                 gradient_accumulation_steps=config.lanes, learning_rate=recipe.loop.learning_rate,
                 remove_unused_columns=False, save_strategy="no", disable_tqdm=True,
-                dataloader_pin_memory=False,
+                dataloader_pin_memory=False, include_num_input_tokens_seen="non_padding",
             ),
             train_dataset=rows,
-            data_collator=collate_and_count,
+            data_collator=collate,
             callbacks=[Clock()],
         )  # fmt: skip
         trainer.train()
-    rates = Rates()
-    for start in range(0, config.steps, arm.interval):
-        end = start + arm.interval
-        of_interval = sum(tokens[start * config.lanes : end * config.lanes])
-        rates.append(of_interval / (ends[end] - ends[start]))
-    return rates
+    return arm.rates(progress)
 
 
 def _rows(

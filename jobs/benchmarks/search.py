@@ -8,10 +8,10 @@ others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 from unittest import mock
 
 import faiss
@@ -59,7 +59,7 @@ Way = Callable[[int], object]
 """Answers the question of a number."""
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """All on the cores that this process may use."""
     size, model = config.size, open_artifact(config.model, "ranker")
     corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
@@ -78,12 +78,11 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
         pool_float32 = _pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
         small_pool = _pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
     timed_questions, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
-    checks = _check(pool, small_pool, questions)
-    return [
-        *_times(pool, pool_float32, timed_questions, rounds, checks),
-        _poly_over_bi(small_pool, timed_questions, rounds),
-        *_by_size(pool_float32, _SIZES[size], questions[: max(_CONTEXTS)], rounds),
-    ]
+    _check(small_pool, questions)
+    agreement = _agreement(pool, questions[:100])
+    yield from _times(pool, pool_float32, timed_questions, rounds, agreement)
+    yield _poly_over_bi(small_pool, timed_questions, rounds)
+    yield from _by_size(pool_float32, _SIZES[size], questions[: max(_CONTEXTS)], rounds)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -91,8 +90,8 @@ def measure(config: Config, work: Path) -> list[BenchmarkRow]:
 
 
 def _times(
-    pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, checks: dict[str, Any]
-) -> list[BenchmarkRow]:
+    pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, agreement: Agreement
+) -> Iterator[BenchmarkRow]:
     """All searches in turn, so that they have the same machine; the mean of each question's best round.
 
     `pool_float32`: the same candidates in float32, the default of jobs.embed_pool.
@@ -119,41 +118,34 @@ def _times(
         seconds |= _seconds(batches, 1, few_rounds)
     ms = {name: 1e3 * value for name, value in seconds.items()}
     name, passes = "search.exact_1m_m64", "passes over the bf16 matrix"  # of the full size
-    note = {"note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}
-    detail = {
-        "milliseconds": {name: round(value, 2) for name, value in ms.items()},
-        "candidates": len(pool), "dtype": pool.dtype, "sketch": pool.rotation.shape[1],
-        "questions": len(questions), "threads": torch.get_num_threads(), **note,
-    }  # fmt: skip
-    rows = [
-        BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
-            ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
-        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], passes, detail=note),
-        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"], passes,
-                     detail=note),
-    ]  # fmt: skip
-    for method in methods[1:]:
-        share = ms[f"{method}, float32"] / ms["exact, float32"]
-        method_detail = {
-            "dtype": pool_float32.dtype,
-            f"of {pool.dtype}": round(ms[method] / ms["exact"], 3),
-            **checks[method],
-            **note,
-        }
-        if method == "approximate":
-            recall = checks[method]["recall"]
-            row_name = "search.approximate_1m.recall_at_10"
-            rows.append(BenchmarkRow(row_name, recall, "recall@10", detail=note))
-            if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
-                method_detail |= {"missed": f"recall@10 < {_ENOUGH_RECALL}", "share": share}
-                share += 1
-        row_name = f"search.{method}_1m.time_share_of_exact"
-        rows.append(BenchmarkRow(row_name, share, "share", detail=method_detail))
+    note = f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."
+    detail = {"milliseconds": {name: round(value, 2) for name, value in ms.items()}, "note": note}
+    yield BenchmarkRow(
+        f"{name}.vs_plain_torch", ms["exact"], "ms", ms["plain"], ms["plain"] / ms["exact"],
+        floor=ms["read"], share_of_floor=ms["read"] / ms["exact"], detail=detail,
+    )  # fmt: skip
+    for row, method in ((name, "exact"), ("search.pruned_1m", "pruned")):
+        over_read = ms[method] / ms["read"]
+        yield BenchmarkRow.alone(f"{row}.time_over_read_floor", over_read, passes, note)
+    pruned, approximate = (
+        ms[f"{method}, float32"] / ms["exact, float32"] for method in methods[1:]
+    )
+    certified = {
+        "certified": f"{agreement.certified} of {agreement.questions} questions",
+        "note": note,
+    }
+    yield BenchmarkRow("search.pruned_1m.time_share_of_exact", pruned, "share", detail=certified)
+    recall = agreement.recall
+    yield BenchmarkRow.alone("search.approximate_1m.recall_at_10", recall, "recall@10", note)
+    if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
+        approximate += 1
+    yield BenchmarkRow.alone(
+        "search.approximate_1m.time_share_of_exact", approximate, "share", note
+    )
     if "alone" in ms:
         together, alone = (ms[way] / _TOGETHER for way in ("together", "alone"))
-        rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", together, "ms a question", peer=alone,
-                                 ratio=alone / together, detail=note))  # fmt: skip
-    return rows
+        row, ratio = f"{name}.16_together_vs_alone", alone / together
+        yield BenchmarkRow.beside(row, together, alone, "ms a question", note, ratio=ratio)
 
 
 def _search(pool: Pool, questions_QMD: Floats, method: Method) -> Way:
@@ -183,11 +175,9 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
         "bi": _search(pool, questions[:, :1], "exact"),
     }
     seconds = _seconds(searches, len(questions), 3 * rounds)
-    detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
-              "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores",
-              "note": f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."}  # fmt: skip
-    ratio = seconds["poly"] / seconds["bi"]
-    return BenchmarkRow("search.exact_100k.poly64_time_over_bi", ratio, "times", detail=detail)
+    name, ratio = "search.exact_100k.poly64_time_over_bi", seconds["poly"] / seconds["bi"]
+    note = f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."
+    return BenchmarkRow.alone(name, ratio, "times", note)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -196,10 +186,9 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
 
 def _by_size(
     pool: Pool, sizes: Sequence[int], questions: Floats, rounds: int
-) -> list[BenchmarkRow]:
+) -> Iterator[BenchmarkRow]:
     """What `auto` takes, beside each form of exact search, three lines of PyTorch and FAISS' flat index."""
-    ms: dict[str, dict[str, float]] = {}
-    over_best, over_plain, over_faiss = {}, {}, {}
+    over_best, over_plain, over_faiss = dict[str, float](), dict[str, float](), dict[str, float]()
     for size in sizes:
         part = Pool.open(pool.artifact.uri, part=PoolPart(0, max(1, len(pool) // size)))
         matrix_ND = np.concatenate([decode(shard.vectors) for shard in part.shards])
@@ -208,25 +197,23 @@ def _by_size(
         for vectors, contexts in asked:
             label = f"{len(part):,} rows, m = {vectors.shape[1]}, {contexts} contexts"
             times = _times_of_forms(part, plain_ND, vectors[:contexts], rounds)
-            ms[label] = {name: round(1e3 * value, 3) for name, value in times.items()}
             over_best[label] = times["auto"] / min(times[form] for form in _FORMS)
             if contexts == 1 and len(part) <= _SMALL_POOL + len(pool) // _SMALL_POOL:
                 over_plain[label] = times["auto"] / times["plain"]
             if "faiss" in times:
                 over_faiss[label] = times["auto"] / times["faiss"]
-    detail = {"milliseconds": ms, "threads": torch.get_num_threads()}
-    rows: list[BenchmarkRow] = []
     for name, ratios in (
         ("search.auto.time_over_best", over_best),
         ("search.small_pools.time_over_plain_torch", over_plain),
         ("search.bi.time_over_faiss_flat", over_faiss),
     ):
         worst = max(ratios, key=lambda label: ratios[label])
-        shown = {label: round(ratio, 2) for label, ratio in ratios.items()}
         note = f"Worst of {len(ratios)}, up to {len(pool):,} rows: {worst}."
-        row_detail = {"worst": worst, "ratios": shown, "note": note, **(detail if not rows else {})}
-        rows.append(BenchmarkRow(name, ratios[worst], "times", detail=row_detail))
-    return rows
+        detail = {
+            "ratios": {label: round(ratio, 2) for label, ratio in ratios.items()},
+            "note": note,
+        }
+        yield BenchmarkRow(name, ratios[worst], "times", detail=detail)
 
 
 _FORMS: dict[str, Method] = {"scores": "exact", "vectors": "exact", "sketch": "pruned"}
@@ -261,11 +248,11 @@ def _times_of_forms(
 # Answers
 
 
-def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[str, Any]]:
+def _check(pool: Pool, questions: Floats) -> None:
     """Raises AssertionError where an exact answer is not that of float64 over all candidates."""
-    rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in small_pool.shards])
+    rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in pool.shards])
     methods: tuple[Method, Method] = ("exact", "pruned")
-    answers = [top_rows(small_pool, questions, _TOP_K, method=method) for method in methods]
+    answers = [top_rows(pool, questions, _TOP_K, method=method) for method in methods]
     for number, vectors_MD in enumerate(questions.astype(np.float64)):
         logits_NM = torch.from_numpy(rows_ND @ vectors_MD.T)
         scores_N = (logits_NM.softmax(1) * logits_NM).sum(1)
@@ -273,22 +260,29 @@ def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[st
         for answer in answers:
             np.testing.assert_allclose(answer.scores[number], best_scores, rtol=2e-7, atol=0)
             assert answer.certified[number]
-    first_questions = questions[:100]
-    exact = top_rows(pool, first_questions, _TOP_K, method="exact")
+
+
+class Agreement(NamedTuple):
+    """How the other methods answer, beside the exact one."""
+
+    questions: int
+    certified: int
+    """Questions whose pruned answer is proven to be the exact one."""
+    recall: float
+    """Share of the exact answers that approximate search finds."""
+
+
+def _agreement(pool: Pool, questions: Floats) -> Agreement:
+    """Raises AssertionError where pruned search finds other rows than exact search."""
+    exact = top_rows(pool, questions, _TOP_K, method="exact")
     certified = shared = 0
-    for places, question_MD in zip(exact.places, first_questions, strict=True):
+    for places, question_MD in zip(exact.places, questions, strict=True):
         pruned = top_rows(pool, question_MD[None], _TOP_K, method="pruned")
         np.testing.assert_array_equal(places, pruned.places[0])
         certified += bool(pruned.certified[0])
         approximate = top_rows(pool, question_MD[None], _TOP_K, method="approximate")
         shared += len({*places} & {*approximate.places[0]})
-    return {
-        "pruned": {
-            "certified": f"{certified} of {len(first_questions)} questions",
-            "as float64 over all": f"{len(questions):,} questions, {len(small_pool):,} candidates",
-        },
-        "approximate": {"recall": shared / len(first_questions) / _TOP_K},
-    }
+    return Agreement(len(questions), certified, shared / len(questions) / _TOP_K)
 
 
 # -------------------------------------------------------------------------------------------------

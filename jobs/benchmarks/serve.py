@@ -14,7 +14,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +25,19 @@ import ray
 from jobs.benchmark import Config
 from jobs.benchmarks import pictures
 from jobs.benchmarks.inputs import embed, read_contexts, read_texts
-from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
+from jobs.benchmarks.measure import BenchmarkRow, attempt, run_job, take_turns
 from jobs.benchmarks.serving import services
 from jobs.benchmarks.serving.baselines import InProcess, Noop
 from jobs.benchmarks.serving.load import LoadResult, clients, one_client, poisson
 from jobs.benchmarks.serving.peers import Peer, converted, peers
 from pipeline.artifact import open_artifact
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput
 from serve.app import Args
 from serve.http.bearer_tokens import HASHES
 from serve.limits import Limits
 
-PARTS = ("overhead", "throughput", "clients", "load", "fairness", "rerank", "embed")
-OF_ANY_SERVICE = ("clients", "load")
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of clients."""
-_PEERS = ("rerank", "embed")  # beside others' services
 _POOL = "candidates"
 _TOP_K = 10
 _CLIENTS = 32
@@ -69,54 +66,36 @@ SIZES = {
 }
 
 
-def measure(config: Config, work: Path) -> list[BenchmarkRow]:
+def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """Measures the service at the URL, or starts one. A picture is written to `work`."""
-    size, work, rows = SIZES[config.size], work / "serve", list[BenchmarkRow]()
+    size, work = SIZES[config.size], work / "serve"
     work.mkdir(parents=True, exist_ok=True)
     corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+    contexts = read_contexts(corpora[0], size.questions)
     if config.url:
-        contexts = read_contexts(corpora[0], size.questions)
         url = config.url.rstrip("/")
         service = Service(contexts, config.pool, size, work, lambda: nullcontext(url))
         require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
-        for part in config.only or OF_ANY_SERVICE:
-            print(f"{part} …", flush=True)
-            rows += getattr(service, part)()
-        return rows
-    encoder, model = "".join(config.encoder), open_artifact(config.model, "ranker")
-    selected = [p for p in PARTS if p in (config.only or PARTS) and (encoder or p not in _PEERS)]
-    require(bool(encoder) or not {*_PEERS} & {*config.only}, "encoder", encoder,
-            "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, turns = (
-        read_contexts(corpora[0], size.questions),
-        read_texts(corpora, size.candidates),
-    )
-    candidates, rng = dict.fromkeys(turns), random.Random(0)
+        for step in config.steps:
+            yield from getattr(service, step)()
+        return
+    turns, rng = read_texts(corpora, size.candidates), random.Random(0)
+    candidates = dict.fromkeys(turns)
     while len(candidates) < size.candidates:  # two turns make one more
         candidates[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
-    texts = list(candidates)
+    model = open_artifact(config.model, "ranker")
     pools = work / "pools" / model.fingerprint
-    embed(model.uri, {f"c{n:07d}": text for n, text in enumerate(texts)}, pools, _POOL)
+    embed(model.uri, {f"c{n:07d}": text for n, text in enumerate(candidates)}, pools, _POOL)
     args = Args(model=model.uri, pools=[str(pools / _POOL)], name="rank")
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
-        own = _OwnService(contexts, _POOL, size, work, running, port, args)
-        for part in selected:
-            print(f"{part} …", flush=True)
-            try:
-                if part in _PEERS:
-                    rows += own.beside_peers(part, encoder, texts)
-                else:
-                    rows += getattr(own, part)()
-            except BadInput as problem:  # the other parts count nevertheless
-                rows.append(_failed(f"serve.{part}", problem))
-    if "overhead" in selected and not os.environ.get(_IN_PROXIES):
-        rows.append(_with_haproxy(config, work))
-    return rows
-
-
-def _failed(name: str, problem: BadInput) -> BenchmarkRow:
-    return BenchmarkRow(name, None, "", detail={"failed": str(problem)})
+        encoder, texts = "".join(config.encoder), list(candidates)
+        own = _OwnService(contexts, _POOL, size, work, running, port, args, encoder, texts)
+        for step in config.steps:
+            yield from attempt(f"serve.{step}", getattr(own, step))
+    if "overhead" in config.steps and not os.environ.get(_IN_PROXIES):
+        part = functools.partial(_with_haproxy, config, work)
+        yield from attempt("serve.rank_100k.overhead_haproxy_ms", part)
 
 
 @dataclass(frozen=True)
@@ -147,7 +126,7 @@ class Service:
         require_answers(result, (200, 429))
         return result.per_s(self.size.seconds / 4, self.size.seconds)
 
-    def clients(self) -> list[BenchmarkRow]:
+    def clients(self) -> Iterator[BenchmarkRow]:
         """Clients who always ask: p50 and answers a second for each number of `COUNTS`.
 
         Beyond saturation twice as many clients wait twice as long, at the same rate of answers. The first
@@ -163,10 +142,11 @@ class Service:
         counts, were = ", ".join(map(str, COUNTS)), "was" if refused < 2 else "were"
         answers = f"Answers a second with {counts} clients: {', '.join(rates)}"
         note = f"{answers}. {refused or 'None'} {were} refused."
-        unit = f"ms (p50) with {COUNTS[-1]} clients"
-        return [BenchmarkRow("serve.by_clients", p50, unit, detail={"note": note})]
+        yield BenchmarkRow.alone(
+            "serve.by_clients", p50, f"ms (p50) with {COUNTS[-1]} clients", note
+        )
 
-    def load(self) -> list[BenchmarkRow]:
+    def load(self) -> Iterator[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
         size, saturation, curve = self.size, self.saturation, list[dict[str, float]]()
         with self.running() as url:
@@ -181,18 +161,17 @@ class Service:
                 curve.append({"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99)})
             steady, overload = send(0.7, size.steady_s), send(3, size.overload_s)
         pictures.load(curve, self.work / "load.png")
+        note = f"{size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."
+        name, ratio = "serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50)
+        yield BenchmarkRow.alone(name, ratio, "times", note)
         refused = overload.select(overload.status == 429)
         goodput = overload.per_s(size.overload_s / 5, size.overload_s)
         note = f"{3 * saturation:.0f} requests/s for {size.overload_s:.0f} s."
         if len(refused.status):
             times = f"{refused.ms(50):.1f} ms in the median and {refused.ms(99):.0f} ms at p99"
             note += f" A refusal took {times}."
-        steady_note = f"{size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."
-        return [
-            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
-                         detail={"note": steady_note}),
-            BenchmarkRow.beside("serve.load.300_percent.goodput", goodput, saturation, "rankings/s", note),
-        ]  # fmt: skip
+        name, unit = "serve.load.300_percent.goodput", "rankings/s"
+        yield BenchmarkRow.beside(name, goodput, saturation, unit, note)
 
 
 @dataclass(frozen=True)
@@ -201,8 +180,12 @@ class _OwnService(Service):
 
     port: int
     args: Args
+    encoder: str
+    """Of the peers of rerank and embed; "": these are not measured."""
+    texts: list[str]
+    """Of the pool."""
 
-    def overhead(self) -> list[BenchmarkRow]:
+    def overhead(self) -> Iterator[BenchmarkRow]:
         """One request at a time: the service, the same work in a process, and a deployment that does none.
 
         Each question goes to all three before the next one: between two requests to a service its model
@@ -228,10 +211,10 @@ class _OwnService(Service):
             f"in process {process_ms:.1f} ms, an empty deployment {noop_ms:.1f} ms."
         )
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
-        return [BenchmarkRow(f"serve.rank_100k.{name}", service_ms - process_ms, "ms", peer=noop_ms,
-                             detail={"note": note})]  # fmt: skip
+        overhead = service_ms - process_ms
+        yield BenchmarkRow.alone(f"serve.rank_100k.{name}", overhead, "ms", note, peer=noop_ms)
 
-    def fairness(self) -> list[BenchmarkRow]:
+    def fairness(self) -> Iterator[BenchmarkRow]:
         """A client of 5 requests a second, alone, beside one that asks at twice the service's capacity with
         short deadlines, and beside one that sends the heaviest lists. Each has its token."""
         hashes = [hashlib.sha256(name.encode()).hexdigest() for name in ("few", "many")]
@@ -257,17 +240,16 @@ class _OwnService(Service):
                 ask_few, lambda: ask([list_of_heavy], per_s=4.0, headers=many)
             )
         answered = f"{len(lists.successes().status)} of {len(lists.status)}"
-        rows, in_time = list[BenchmarkRow](), f"4 lists/s, of which {answered} are answered in time"
+        in_time = f"4 lists/s, of which {answered} are answered in time"
         for row, percentile, beside, other in (
             ("serve.fairness.p50_over_alone", 50, beside_many, f"{rate:.0f} requests/s"),
             ("serve.heavy.p99_over_alone", 99, beside_heavy, in_time),
         ):
             ms_alone, ms = alone.ms(percentile), beside.ms(percentile)
-            note = {"note": f"{ms_alone:.0f} ms alone, {ms:.0f} ms beside {other}."}
-            rows.append(BenchmarkRow(row, ms / ms_alone, "times", detail=note))
-        return rows
+            note = f"{ms_alone:.0f} ms alone, {ms:.0f} ms beside {other}."
+            yield BenchmarkRow.alone(row, ms / ms_alone, "times", note)
 
-    def throughput(self) -> list[BenchmarkRow]:
+    def throughput(self) -> Iterator[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
         size, limits = self.size, Limits(batch_rows=1)
         unbatched_args = self.args.model_copy(update={"name": "apart", "limits": limits})
@@ -285,17 +267,15 @@ class _OwnService(Service):
         batched, apart, in_process = (float(np.median(values)) for values in rates.values())
         note = f"{size.candidates:,} candidates, {size.rounds} rounds of {size.seconds:.0f} s."
         peers = {"saturation_vs_in_process": in_process, "batching_gain_32_clients": apart}
-        return [
-            BenchmarkRow.beside(f"serve.{name}", batched, peer, "rankings/s", note)
-            for name, peer in peers.items()
-        ]
+        for name, peer in peers.items():
+            yield BenchmarkRow.beside(f"serve.{name}", batched, peer, "rankings/s", note)
 
-    def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
+    def _beside_peers(self, task: str) -> Iterator[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
         cores, seconds = os.cpu_count() or 1, self.size.seconds
-        peer_model, ranker = converted(task, encoder, self.work)
+        peer_model, ranker = converted(task, self.encoder, self.work)
         rng = random.Random(0)
-        text_lists = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
+        text_lists = [rng.sample(self.texts, 17 if task == "rerank" else 8) for _ in range(500)]
 
         def rate(url: str, peer: Peer) -> float:
             bodies = list(map(peer.body, text_lists))
@@ -308,7 +288,6 @@ class _OwnService(Service):
         tei = Peer("plain_fastapi", task, peer_model)  # whose requests our service takes, too
         texts_each = len(text_lists[0]) - (task == "rerank")
         note = f"{texts_each} texts a request, {_CLIENTS} clients, {cores} threads on each side."
-        rows = list[BenchmarkRow]()
         with services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as our_url:
             for peer in peers(task, peer_model):
                 with services.other(peer.command_at, cpus=cores) as peer_url:
@@ -317,8 +296,10 @@ class _OwnService(Service):
                     rates = take_turns(ways, self.size.rounds)
                 ours, theirs = (float(np.median(values)) for values in rates.values())
                 name = f"serve.{task}.vs_{peer.name}"
-                rows.append(BenchmarkRow.beside(name, ours, theirs, "requests/s", note))
-        return rows
+                yield BenchmarkRow.beside(name, ours, theirs, "requests/s", note)
+
+    rerank = functools.partialmethod(_beside_peers, "rerank")
+    embed = functools.partialmethod(_beside_peers, "embed")
 
 
 def require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
@@ -327,14 +308,11 @@ def require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)
         raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed_statuses}")
 
 
-def _with_haproxy(config: Config, work: Path) -> BenchmarkRow:
+def _with_haproxy(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     """The overhead again, where Serve's proxies are HAProxy: it is chosen when Ray is imported."""
     file = work / "haproxy.json"
-    try:
-        run_job("benchmark", "serve", "--size", config.size, "--model", config.model, "--corpus",
-                *config.corpus, "--only", "overhead", "--work", work.parent, "--json", file,
-                **{_IN_PROXIES: "1"})  # fmt: skip
-    except BadInput as problem:
-        return _failed("serve.rank_100k.overhead_haproxy_ms", problem)
+    run_job("benchmark", "serve", "--size", config.size, "--model", config.model, "--corpus", *config.corpus,
+            "--only", "overhead", "--work", work.parent, "--json", file, **{_IN_PROXIES: "1"})  # fmt: skip
     [row] = json.loads(file.read_text())
-    return BenchmarkRow(**{name: value for name, value in row.items() if name != "source"})
+    del row["source"]
+    yield BenchmarkRow(**row)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from pipeline.pools.pool import Method, Pool
 
 ItemT = TypeVar("ItemT")
+_KEPT_NUMBERS = 1 << 24
+"""Of the candidates' vectors that a ranker keeps: 64 MiB, 43,000 texts of 384 dimensions."""
 
 
 class ContextVectors(NamedTuple):
@@ -80,6 +83,8 @@ class Ranker:
         self.uri = uri
         self.artifact = artifact
         """The artifact that a job has published; None: a plain folder."""
+        self._kept: tuple[Any, torch.Tensor] | None = None
+        """What the vectors of the last candidates were made from, and the vectors."""
 
     @classmethod
     def load(cls, uri: str | Path, precision: Precision = "auto", device: str = "auto") -> Ranker:
@@ -185,7 +190,8 @@ class Ranker:
     ) -> Ranking:
         """The best `top_k` candidates, best first; all of them if there are fewer.
 
-        `candidates`: texts, or texts by ids. Equal texts have equal scores.
+        `candidates`: texts, or texts by ids. Equal texts have equal scores. The ranker keeps the vectors of
+        the last candidates (up to 64 MiB), so the next question about the same ones encodes no candidate.
 
         Raises BadInput if the context is empty, if there are no candidates, and if a text is empty or not a
         text.
@@ -267,12 +273,26 @@ class Ranker:
         place_of_text = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         if self.config.has_vectors:
             vectors_1MD, mask_1M = inference.context_vectors(self.module, [turns])
-            vectors_CD = inference.candidate_vectors(self.module, list(place_of_text))
+            vectors_CD = self._candidate_vectors(list(place_of_text))
             scores = inference.vector_scores(self.module, vectors_1MD[0], mask_1M[0], vectors_CD)
         else:
             (scores,) = inference.pair_scores(self.module, [turns], [list(place_of_text)])
         scores_C: Floats = _array(scores)[[place_of_text[text] for text in texts]]
         return scores_C
+
+    def _candidate_vectors(self, texts: list[str]) -> torch.Tensor:
+        """[C, D]; those of the last call if its texts, the settings and the weights were the same."""
+        from pipeline.models import inference
+
+        module, kept = self.module, self._kept  # read once: threads may share the ranker
+        tensors = chain(module.parameters(), module.buffers())
+        weights = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        source = (texts, self.config, self.precision, weights)
+        if kept is not None and kept[0] == source:
+            return kept[1]
+        vectors_CD = inference.candidate_vectors(module, texts)
+        self._kept = (source, vectors_CD) if vectors_CD.numel() <= _KEPT_NUMBERS else None
+        return vectors_CD
 
     def encode_contexts(
         self, contexts: Iterable[Context], progress: bool = False, batch_tokens: int = 0
@@ -362,7 +382,7 @@ class Ranker:
         turns, (_, texts) = inputs.context(context), inputs.candidates(candidates)
         (row,) = self.module.context_rows([turns])
         vectors_1MD, mask_1M = inference.context_row_vectors(self.module, [row])
-        vectors_CD = inference.candidate_vectors(self.module, texts)
+        vectors_CD = self._candidate_vectors(texts)
         result = explanation.explain(self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD)
         tokens, attention_MT = result.attended
         return Explanation(tokens, _array(attention_MT), _array(result.weights_CM))

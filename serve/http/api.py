@@ -204,10 +204,13 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
     if answer.pool:
         missing = list(answer.missing_shards)
         pool = PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
+    known_contexts = answer.known_contexts or [None] * len(answer.results)
     return RankResponse(
         results=[
-            Result(result.id, result.text, result.score, dict(result.columns), row)
-            for result, row in zip(answer.results, weights, strict=True)
+            Result(result.id, result.text, result.score, dict(result.columns), known_context, row)
+            for result, known_context, row in zip(
+                answer.results, known_contexts, weights, strict=True
+            )
         ],
         certified=answer.certified,
         model=answer.engine.model.fingerprint,

@@ -181,18 +181,19 @@ export class Column {
 
   #item(key) {
     const id = `result-${nextId++}`;
-    const parts = Object.fromEntries(["rank", "text", "score", "bar"].map((name) =>
+    const parts = Object.fromEntries(["rank", "text", "score", "known", "bar"].map((name) =>
       [name, element("span", { class: name })]));
     const why = element("div", { class: "why", id: `${id}-why`, role: "region", "aria-label": "Explanation", hidden: "" });
     const button = element("button", {
       type: "button", "aria-expanded": "false", "aria-controls": why.id,
       onclick: () => this.#select(this.#selected === key ? null : key),
-    }, parts.rank, parts.text, parts.score, parts.bar);
+    }, parts.rank, parts.text, parts.score, parts.known, parts.bar);
     const update = (result, place, share) => {
       parts.rank.textContent = place + 1;
       parts.text.textContent = result.text;
       parts.score.textContent = score.format(result.score);
       parts.score.title = result.score;
+      parts.known.textContent = result.known_context ? `Nearest known question: ${result.known_context.join(" / ")}` : "";
       parts.bar.style.setProperty("--share", share.toFixed(4));
     };
     return { element: element("li", { class: "result" }, button, why), button, why, update };

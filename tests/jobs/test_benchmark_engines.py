@@ -78,4 +78,4 @@ def test_work_that_waits_takes_less_time_on_four_nodes(tiny_ranker, tmp_path, mo
 
 def test_a_part_that_there_is_not_is_refused(run_job_here, tmp_path):
     done = run_job_here("benchmark", "embed", "--only", "length", "--work", tmp_path)
-    assert "only: 'length' is not allowed; allowed: rate, night, plan, engines" in done.refusal
+    assert "only: 'length' is not allowed; allowed: rate, night, engines, plan" in done.refusal

@@ -36,7 +36,7 @@ def encoder(tiny_ranker, tmp_path):
 
 
 @pytest.fixture
-def ours(encoder, monkeypatch) -> list[finetune.Config]:
+def ours(encoder, monkeypatch, run_job_here) -> list[finetune.Config]:
     """Instead of jobs.finetune: its output without training, at 2 steps a second."""
     asked: list[finetune.Config] = []
 
@@ -44,6 +44,8 @@ def ours(encoder, monkeypatch) -> list[finetune.Config]:
         if verb == "convert_model":
             config = parse(convert_model.Config, list(map(str, options)), "test")
             return Run(convert_model.run(config), 1.0, 1.0)
+        if verb == "evaluate":
+            return Run(run_job_here(verb, *options).summary, 1.0, 1.0)
         config = parse(finetune.Config, list(map(str, options)), "test")
         asked.append(config)
         out = draft(config.output, "ranker", config, {})

@@ -32,8 +32,10 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_parts_by_jobs_are_not_left_out_in_silence():
-    with pytest.raises(BadInput, match="only: 'embed' is not allowed; allowed: search, pretrain w"):
-        gpu.measure(replace(ON_CPU, only=("embed",)), Path())
+    with pytest.raises(
+        BadInput, match=r"encoder: \(\) is not allowed; allowed: one, for gpu --only em"
+    ):
+        replace(ON_CPU, only=("embed",))
 
 
 @pytest.mark.long  # 48 s on two slow cores

@@ -167,7 +167,7 @@ def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path,
     monkeypatch.setitem(parts.SIZES, "small", size)
     monkeypatch.setattr(parts, "COUNTS", (1, 4))
     monkeypatch.setattr(
-        parts, "_with_haproxy", lambda *arguments: parts.BenchmarkRow("haproxy", 1.0, "ms")
+        parts, "_with_haproxy", lambda *arguments: [parts.BenchmarkRow("haproxy", 1.0, "ms")]
     )
     summary = run_job(
         "benchmark", "serve", "--model", tiny_ranker("poly").uri, "--corpus", convai2_corpus.uri,

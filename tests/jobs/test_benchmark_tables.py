@@ -201,7 +201,7 @@ def test_rankers_from_several_encoders_are_compared_with_those_from_the_first(
 def test_a_sweep_without_any_success_fails(paper, trained):
     done = paper("--table", 4, "--only", "poly-360")
     assert done.code == 1
-    assert "no trial ended well; convai2 poly-360 seed 0: out of memory" in done.stderr
+    assert "no trial ended well; paper.4.convai2.poly-360: out of memory" in done.stderr
 
 
 @pytest.mark.long
@@ -269,4 +269,4 @@ def test_a_reason_is_one_line():
 
 def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job_here):
     refusal = run_job_here("benchmark", "corpora", "--only", "bi").refusal
-    assert "only: ('bi',) is not allowed" in refusal
+    assert "only: 'bi' is not allowed; allowed: none, but for paper, embed" in refusal

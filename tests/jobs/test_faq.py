@@ -229,7 +229,7 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")
     for options, said in (
-        ((), "no column has a usual name for questions; choose by --question: frage, antwort"),
+        ((), "no column has a usual name for questions or answers; choose by --question and --answer: frage"),
         (("--question", "frage"), "no column has a usual name for answers; choose by --answer: frage"),
         (("--question", "q", "--answer", "antwort"),
          f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
@@ -240,6 +240,24 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
     assert several in run_job_here("faq", table).refusal
     table.write_text("frage;antwort\nwie ?;so\n")
     assert "separated by ';', which --delimiter ';' r" in run_job_here("faq", table).refusal
+
+
+def test_nested_rows_and_a_missing_header_are_named(run_job_here, tmp_path):
+    rows = tmp_path / "faq.jsonl"
+    rows.write_text('{"id": 1, "qa": {"q": "how ?", "a": "so", "votes": 3}}\n' * 3)
+    refused = run_job_here("faq", rows).refusal
+    assert (
+        "choose by --question and --answer: id, qa ('qa' holds objects with the texts q, a, "
+        in refused
+    )
+    assert refused.endswith("jq -c '. + .qa' adds them to it)")
+    rows.write_text('{"qa": {"q": "how ?", "a": "so"}}\n' * 3)
+    refused = run_job_here("faq", rows).refusal
+    assert "has one column, 'qa'; allowed: two or more ('qa' holds objects with" in refused
+    table = tmp_path / "faq.csv"
+    table.write_text("where is my card ?,It is in the post.\nwhen ?,Soon.\n")
+    refused = run_job_here("faq", table).refusal
+    assert "('where is my card ?' looks like a text: the first line has to name the col" in refused
 
 
 @pytest.mark.parametrize(("text", "message"), [

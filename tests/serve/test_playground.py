@@ -13,9 +13,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
+from jobs import embed_pool
+from pipeline.engine.draft import draft
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from pipeline.pools.pool import make_current
+from serve import known_contexts
 from serve.http import api
 from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
@@ -105,6 +113,62 @@ def test_a_cross_encoder_has_nothing_to_explain(tiny_ranker, asking):
     error = response.json()["error"]
     assert (error["code"], error["field"]) == ("invalid_request", "explain")
     assert client.post("/rank", json={**question, "explain": False}).status_code == 200
+
+
+# Known contexts
+
+ANSWERS = {
+    "a1": ("You find it in your inbox.", [["where is my bill ?"], ["i lost the invoice"]]),
+    "a2": ("In the settings.", [["i forgot my password"]]),
+    "a3": ("Nobody has asked this.", []),
+}
+
+
+@pytest.fixture(scope="module")
+def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
+    """A service over answers, as jobs.embed_pool makes them with `--embed.context-column`."""
+    model = tiny_ranker("bi")
+    ranker, pools = load_ranker(model.local()), tmp_path_factory.mktemp("pools")
+    config = embed_pool.Config(model=model.uri, candidates=(), pools=str(pools), name="faq")
+    out = draft(str(pools / "faq" / "v-1"), "pool", config, {"model": model})
+    texts, contexts = zip(*ANSWERS.values(), strict=True)
+    vectors = inference.candidate_vectors(ranker, texts)
+    turned = inference.toward_contexts(ranker, vectors, contexts).numpy()
+    columns = {"id": list(ANSWERS), "text": texts, "content_hash": texts,
+               "known_contexts": list(map(json.dumps, contexts))}  # fmt: skip
+    publish_pool(out, [(pa.table(columns), turned)])
+    make_current(str(pools), "faq", "v-1")
+    return asking(model, str(pools / "faq"))
+
+
+def known_in(client: TestClient, question: str) -> dict[str, list[str] | None]:
+    answer = client.post("/rank", json={"context": question, "pool": "faq"}).json()
+    return {result["id"]: result["known_context"] for result in answer["results"]}
+
+
+def test_each_result_names_its_known_question_that_is_nearest(faq):
+    client = TestClient(api.create_app(faq.service))
+    for question in ("where is my bill ?", "i lost the invoice"):
+        assert known_in(client, question) == {
+            "a1": [question], "a2": ["i forgot my password"], "a3": None,
+        }  # fmt: skip
+    vectors, _ = inference.context_vectors(faq.engine.ranker, [["a new one"], *ANSWERS["a1"][1]])
+    question_D, *known = torch.nn.functional.normalize(vectors[:, 0])
+    nearest = int(np.argmax([float(question_D @ vector_D) for vector_D in known]))
+    assert known_in(client, "a new one")["a1"] == ANSWERS["a1"][1][nearest]
+
+
+def test_a_pool_without_known_questions_names_none(client):
+    question = {"context": CONTEXT, "pool": "replies"}
+    results = client.post("/rank", json=question).json()["results"]
+    assert {result["known_context"] for result in results} == {None}
+
+
+def test_a_pool_with_too_many_known_questions_names_none(faq, monkeypatch):
+    (pool,) = faq.engine.pools.values()
+    assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is not None
+    monkeypatch.setattr(known_contexts, "MOST", 2)
+    assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is None
 
 
 # The files
@@ -261,6 +325,20 @@ def test_turns_are_edited_and_deleted(page, port):
     texts_are(page, texts_of(ranked(port, context=["two!", "three"], pool="replies")))
     speakers = "[...document.querySelectorAll('.speaker')].map((one) => one.textContent).join('')"
     assert page.run(speakers) == "AB"
+
+
+def test_a_result_shows_its_known_question(tab, faq):
+    with serving(api.create_app(faq.service)) as port:
+        page = opened(tab, port, "document.querySelector('#pool').value === 'faq'")
+        page.type("i forgot my password")
+        page.until(f"{RESULTS}.length === 3")
+        shown = page.run(
+            "Object.fromEntries([...document.querySelectorAll('.result')].map((one) =>"
+            "[one.querySelector('.text').textContent, one.querySelector('.known').textContent]))"
+        )
+        assert shown["In the settings."] == "Nearest known question: i forgot my password"
+        assert shown["Nobody has asked this."] == ""
+        assert page.complaints == []
 
 
 def test_a_query_and_own_candidates_are_ranked(page, port):

@@ -344,7 +344,7 @@ def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows
                        "row, as pandas writes by to_json(…, orient='records')")  # fmt: skip
     if head:
         columns = list(dict.fromkeys(name for _, row in head for name in row))
-        _require_columns(uri, option_columns, columns, _nested_table_hint(head))
+        _require_columns(uri, option_columns, columns, nested_hint(head))
     yield from itertools.chain(head, rows)
 
 
@@ -357,12 +357,17 @@ def _is_whole_table(row: Mapping[str, Any]) -> bool:
     return are_objects or (are_lists and not has_objects)
 
 
-def _nested_table_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
-    """For one object with a list of objects, the list's name and its columns; "" for other files."""
-    for name, value in rows[0][1].items() if len(rows) == 1 else ():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+def nested_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """For one object with a list of objects, the list's name and its columns; for rows that hold objects, the
+    names of the texts in them; "" for other files."""
+    for name, value in rows[0][1].items():
+        if len(rows) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
             columns = ", ".join(map(str, value[0]))
             return f" ('{name}' is a list of objects with {columns}: save this list alone)"
+        if isinstance(value, dict) and any(isinstance(text, str) for text in value.values()):
+            names = ", ".join(key for key, text in value.items() if isinstance(text, str))
+            return (f" ('{name}' holds objects with the texts {names}, and only names in the row itself are "
+                    f"columns: jq -c '. + .{name}' adds them to it)")  # fmt: skip
     return ""
 
 
@@ -442,7 +447,10 @@ def delimiter_hint(columns: list[str], form: TableFormat) -> str:
 def _require_columns(
     uri: str, option_columns: Mapping[str, str], columns: list[str], hint: str = ""
 ) -> None:
-    for option, name in option_columns.items():
-        id_hint = _NO_ID if option == "embed.id_column" else ""
-        require(columns.count(name) == 1, option, name,
-                f"the columns of {uri}: {', '.join(columns)}{hint or id_hint}")  # fmt: skip
+    missing = {o: name for o, name in option_columns.items() if columns.count(name) != 1}
+    if missing:
+        id_hint = _NO_ID if "embed.id_column" in missing else ""
+        named = " and ".join(f"{option}: {name!r}" for option, name in missing.items())
+        verb = "is" if len(missing) == 1 else "are"
+        raise BadInput(f"{named} {verb} not allowed; allowed: the columns of {uri}: "
+                       f"{', '.join(columns)}{hint or id_hint}")  # fmt: skip

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline import BadInput, Pool, Ranker, tracking
 from pipeline.artifact import open_artifact
 from pipeline.models import inference
+from pipeline.models.encoder import TextEncoder
 from pipeline.models.ranker import load_ranker
+from pipeline.ranking import ranker as ranker_module
 
 from .conftest import REPLIES
 
@@ -55,6 +59,52 @@ def test_a_text_is_a_context_of_one_turn(home: Path):
     ranker = Ranker.load("rankers/poly")
     np.testing.assert_array_equal(ranker.score("tea ?", TEXTS), ranker.score(["tea ?"], TEXTS))
     assert not np.allclose(ranker.score(["tea ?", "no"], TEXTS), ranker.score("tea ?", TEXTS))
+
+
+def encoded_batches(ranker: Ranker) -> list[int]:
+    """Grows by the number of texts of each batch that the ranker's encoders read."""
+    sizes: list[int] = []
+    for part in ranker.module.modules():
+        if isinstance(part, TextEncoder):
+            part.register_forward_hook(lambda part, inputs, output: sizes.append(len(output)))
+    return sizes
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_a_loop_over_questions_encodes_the_candidates_once(home: Path, architecture: str):
+    path = f"rankers/{architecture}"
+    ranker = Ranker.load(path)
+    sizes = encoded_batches(ranker)
+    questions = ["tea ?", "a harbour ?", ["hi !", "tea ?"], "tea ?"]
+    scores = [ranker.score(question, TEXTS) for question in questions]
+    assert sum(sizes) == len(set(TEXTS)) + len(questions)
+    for question, scores_C in zip(questions, scores, strict=True):
+        np.testing.assert_array_equal(scores_C, Ranker.load(path).score(question, TEXTS))
+    ranker.score("tea ?", ["it rains"])
+    assert sum(sizes[-2:]) == 2, "other candidates are encoded"
+
+
+def test_vectors_of_other_weights_or_settings_are_not_used_again(home: Path):
+    ranker = Ranker.load("rankers/bi")
+    before = ranker.score("tea ?", TEXTS)
+    with torch.no_grad():
+        for tensor in ranker.module.parameters():
+            tensor.mul_(0.5)
+    changed = ranker.score("tea ?", TEXTS)
+    assert not np.allclose(changed, before)
+    ranker.module.load_state_dict(Ranker.load("rankers/bi").module.state_dict())
+    np.testing.assert_array_equal(ranker.score("tea ?", TEXTS), before)
+    ranker.module.config = replace(ranker.config, candidate_prompt="no : ")
+    assert not np.allclose(ranker.score("tea ?", TEXTS), before)
+
+
+def test_vectors_of_very_many_candidates_are_not_kept(home: Path, monkeypatch):
+    monkeypatch.setattr(ranker_module, "_KEPT_NUMBERS", 3)
+    ranker = Ranker.load("rankers/bi")
+    sizes = encoded_batches(ranker)
+    for _ in range(2):
+        ranker.score("tea ?", TEXTS)
+    assert sum(sizes) == 2 * (len(set(TEXTS)) + 1)
 
 
 def test_equal_texts_tie_and_all_come_where_top_k_is_larger(home: Path):

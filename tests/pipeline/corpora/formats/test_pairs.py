@@ -378,8 +378,8 @@ def test_shares_and_columns_are_read_from_the_command_line(run_job_here, tmp_pat
     arguments = ("--corpus", "pairs", "--input", file, "--output")
     refusal = run_job_here("prepare_corpus", *arguments, tmp_path / "refused").refusal
     assert (
-        f"pairs.context_column: 'context' is not allowed; allowed: the columns of {file}: q, a"
-        in refusal
+        "pairs.context_column: 'context' and pairs.response_column: 'response' are not allowed; "
+        f"allowed: the columns of {file}: q, a" in refusal
     )
     summary = run_job_here(
         "prepare_corpus", *arguments, tmp_path / "out", "--pairs.context-column", "q",
