@@ -207,6 +207,17 @@ class Mining(NegativeLimits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuideLimits(NegativeLimits):
+    """Which negatives the guide leaves out, by its own scores; the defaults are GISTEmbed's."""
+
+    max_share: float = 1.0
+    """A negative scores at most this share of the right response's score, if that score is above 0."""
+
+    def __post_init__(self) -> None:
+        self.check_limits("finetune.guide")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
@@ -262,6 +273,8 @@ class FinetuneConfig:
         default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
     )
     """mined: how hard negatives are mined."""
+    guide: GuideLimits = field(default_factory=GuideLimits)
+    """--guide: which negatives it leaves out of the loss."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
     folds: int = 1

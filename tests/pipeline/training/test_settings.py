@@ -10,6 +10,7 @@ from pipeline.config import BadInput
 from pipeline.training.settings import (
     Distillation,
     FinetuneConfig,
+    GuideLimits,
     LoopConfig,
     Mining,
     PretrainConfig,
@@ -38,6 +39,7 @@ OUT_OF_RANGE = [
         "batch_examples": 1, "negatives": 0, "epochs": -1, "max_steps": -1, "dropout": 1.0,
         "valid_examples": 1, "valid_candidates": 1, "chunk_examples": -1, "keep_layers": -1,
     }),
+    (GuideLimits, "finetune.guide", {"margin": -0.1, "max_share": 0.0}),
     (Distillation, "finetune.distill", {"weight": 0, "temperature": 0, "teacher_scale": 0}),
     (Mining, "finetune.mine", {
         "every_epochs": 0.0, "responses": 1, "top_k": 0, "margin": -0.1, "max_share": 1.1,
