@@ -99,6 +99,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         guide, inputs["guide"] = open_text_encoder(config.guide, "--guide")
     config = replace(config, ranker=_sized_as_encoder(config, encoder))
     config = replace(config, ranker=_with_prompts(config, source, encoder))
+    config = replace(config, finetune=_with_epochs(config.finetune, corpus))
     _say_what_is_left_out(config.ranker, source, encoder)
     earlier: Artifact | None = None
     if config.continue_from:
@@ -193,6 +194,17 @@ def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) 
         print(f"prompts of the encoder: {prompts.context!r} before contexts, {prompts.candidate!r} before "
               "candidates", flush=True)  # fmt: skip
     return replace(ranker, context_prompt=prompts.context, candidate_prompt=prompts.candidate)
+
+
+def _with_epochs(finetune: FinetuneConfig, corpus: Artifact) -> FinetuneConfig:
+    """The settings; with the epochs that suit the corpus where none are set."""
+    if finetune.epochs is not None:
+        return finetune
+    examples = corpus.rows("train/")
+    epochs = finetune.epochs_over(examples)
+    print(f"{examples:,} training examples: {epochs:.0f} epochs, by their number; --finetune.epochs sets "
+          "another one", flush=True)  # fmt: skip
+    return replace(finetune, epochs=epochs)
 
 
 def _say_what_is_left_out(ranker: RankerConfig, source: Source, reference: Reference) -> None:

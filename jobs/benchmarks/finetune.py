@@ -139,7 +139,9 @@ def _train_theirs(
         set_dropout(model, config.finetune.dropout)
     batch = config.finetune.batch_examples
     loader = NoDuplicatesDataLoader([InputExample(texts=pair) for pair in pairs], batch)
-    steps = config.finetune.max_steps or round(config.finetune.epochs * len(loader))
+    steps = config.finetune.max_steps or round(
+        config.finetune.epochs_over(len(pairs)) * len(loader)
+    )
     bf16 = config.loop.precision == "bf16"
     loss = _Autocast(MultipleNegativesRankingLoss(model), best_device(), bf16)
     began = time.perf_counter()

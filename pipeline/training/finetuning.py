@@ -169,8 +169,9 @@ class Finetuning:
 
         rows = replace(rows, columns=tuple(collator.columns))
         batches = Batches(rows, collator, config.batch_examples)
-        steps = round(config.epochs * batches.steps_per_epoch)
-        if config.epochs:  # half an epoch of one batch would round to none
+        epochs = config.epochs_over(rows.total)
+        steps = round(epochs * batches.steps_per_epoch)
+        if epochs:  # half an epoch of one batch would round to none
             steps = max(steps, 1)
         steps = min(steps, config.max_steps or steps)
         if miner is not None:

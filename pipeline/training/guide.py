@@ -3,15 +3,14 @@ every batch.
 
 A batch holds wrong candidates that answer a context as well as its own response, because nobody marked all
 right answers. A guide is a second model that only reads: a negative that it scores above the limit, which
-follows from its score of the right response, counts for nothing in the loss (GISTEmbed: Solatorio, 2024,
-section 3).
+follows from its score of the right response, counts for nothing in the loss (GISTEmbed: Solatorio, 2024).
 
     the batch's thread          token ids of the guide's own tokenizer       `Guide.rows`
     before the forward pass     the guide's vectors, once for each batch     `Guide.vectors`
     in the loss                 scores of all columns, and the limit         `Guide.excludes`
 
 The guide's weights are those of inference: no gradients, no moments, and bf16 where training computes in
-bf16. It encodes some thousand tokens at a time, before the model in training holds any activations.
+bf16. It encodes a batch in parts (`inference.encode_rows`), before the model in training holds activations.
 """
 
 from __future__ import annotations

@@ -81,3 +81,11 @@ def test_a_contrastive_micro_batch_has_room_for_two_pairs_of_the_longest_texts()
         pretraining(objective="contrastive", batch_tokens=70, micro_batch_tokens=35)
     config = pretraining(objective="contrastive", batch_tokens=72, micro_batch_tokens=36)
     assert (config.longest_row, config.lane_tokens, config.lane_pairs) == (9, 36, 2)
+
+
+@pytest.mark.parametrize(("examples", "epochs"), [
+    (1, 10), (4_999, 10), (5_000, 3), (99_999, 3), (100_000, 1), (10_000_000, 1),
+])  # fmt: skip
+def test_epochs_follow_from_the_number_of_examples_where_none_are_set(examples, epochs):
+    assert FinetuneConfig(epochs=None).epochs_over(examples) == epochs
+    assert FinetuneConfig(epochs=0.5).epochs_over(examples) == 0.5
