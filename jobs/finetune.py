@@ -18,8 +18,15 @@ from pipeline.models.settings import (
     RankerConfig,
     read_settings,
 )
-from pipeline.models.sources import Prompts, Source, open_encoder, read_modules, read_prompts
-from pipeline.training.settings import FinetuneConfig, LoopConfig, Workers
+from pipeline.models.sources import (
+    Prompts,
+    Source,
+    open_encoder,
+    open_text_encoder,
+    read_modules,
+    read_prompts,
+)
+from pipeline.training.settings import FinetuneConfig, GuideLimits, LoopConfig, Workers
 
 Reference = Mapping[str, Any]
 """To an input, as the manifest has it."""
@@ -40,6 +47,10 @@ class Config:
     continue_from: str = ""
     """A ranker of this job, to train with more --finetune.epochs or --finetune.max-steps. Its corpus,
     encoder, task, optimizer and model stay."""
+    guide: str = ""
+    """A model that names false negatives: what it scores above the right response (--finetune.guide) counts
+    for nothing. A bi- or poly-encoder or ConveRT model of this job, a directory of sentence-transformers,
+    or a hub id."""
     output: str = field(metadata=program.OUTPUT)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)
@@ -67,6 +78,10 @@ class Config:
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
         require(not self.resources.shard_weights, "resources.shard_weights", True,
                 "false, as only jobs.pretrain shards weights")  # fmt: skip
+        for name, default in vars(GuideLimits()).items():
+            value = getattr(self.finetune.guide, name)
+            require(bool(self.guide) or value == default, f"finetune.guide.{name}", value,
+                    f"{default} without --guide")  # fmt: skip
         self.ranker.check_training()
         workers, examples = self.resources.workers, self.finetune.batch_examples
         require(examples % workers == 0, "finetune.batch_examples", examples,
@@ -79,12 +94,16 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     source, encoder = open_encoder(config.encoder)
     _require_encoder(config, encoder)
     inputs: dict[str, Artifact | dict[str, Any]] = {"corpus": corpus, "encoder": encoder}
+    guide: Source | None = None
+    if config.guide:
+        guide, inputs["guide"] = open_text_encoder(config.guide, "--guide")
     config = replace(config, ranker=_sized_as_encoder(config, encoder))
     config = replace(config, ranker=_with_prompts(config, source, encoder))
+    config = replace(config, finetune=_with_epochs(config.finetune, corpus))
     _say_what_is_left_out(config.ranker, source, encoder)
     earlier: Artifact | None = None
     if config.continue_from:
-        inputs["continue_from"] = earlier = _open_earlier(config, corpus, encoder)
+        inputs["continue_from"] = earlier = _open_earlier(config, inputs)
 
     from jobs import cluster
     from pipeline import tracking
@@ -93,7 +112,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     from pipeline.training.finetuning import Finetuning
     from pipeline.training.loop import validation_steps
 
-    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop, guide)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     steps_done = earlier.counts["steps"] if earlier else 0
     if earlier:
@@ -105,7 +124,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
     # Empty it is no part of the identity, so that rankers of earlier versions are still known.
-    unused = () if earlier else ("continue_from",)
+    unused = [] if earlier else ["continue_from"]
+    unused += [] if guide else ["guide", "finetune.guide"]
     out = draft(config.output, "ranker", config, inputs, unused)
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
@@ -176,6 +196,17 @@ def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) 
     return replace(ranker, context_prompt=prompts.context, candidate_prompt=prompts.candidate)
 
 
+def _with_epochs(finetune: FinetuneConfig, corpus: Artifact) -> FinetuneConfig:
+    """The settings; with the epochs that suit the corpus where none are set."""
+    if finetune.epochs is not None:
+        return finetune
+    examples = corpus.rows("train/")
+    epochs = finetune.epochs_over(examples)
+    print(f"{examples:,} training examples: {epochs:.0f} epochs, by their number; --finetune.epochs sets "
+          "another one", flush=True)  # fmt: skip
+    return replace(finetune, epochs=epochs)
+
+
 def _say_what_is_left_out(ranker: RankerConfig, source: Source, reference: Reference) -> None:
     """Prints where a ranker makes vectors in another way than the published encoder that it starts from."""
     if reference.get("kind") != "external" or not isinstance(ranker, DualConfig):
@@ -189,14 +220,18 @@ def _say_what_is_left_out(ranker: RankerConfig, source: Source, reference: Refer
               flush=True)  # fmt: skip
 
 
-def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:
+def _open_earlier(config: Config, inputs: Mapping[str, Artifact | dict[str, Any]]) -> Artifact:
     """The ranker whose run goes on. Raises BadInput where it has no training state, or is of another run."""
     from pipeline.training.checkpoint import open_with_state, require_same_run
 
     earlier = open_with_state(config.continue_from, "ranker", "jobs.finetune")
+    fingerprints = dict[str, list[str]](guide=[])
+    for name, value in inputs.items():
+        reference = value.reference() if isinstance(value, Artifact) else value
+        fingerprints[name] = [reference["fingerprint"]]
     require_same_run(
-        earlier, config, {"corpus": [corpus.fingerprint], "encoder": [encoder["fingerprint"]]},
-        fixed=("corpus", "encoder", "ranker.", "finetune."), may_change=_MAY_CHANGE,
+        earlier, config, fingerprints,
+        fixed=(*fingerprints, "ranker.", "finetune."), may_change=_MAY_CHANGE,
         otherwise=f"--encoder {earlier.uri} for a new run, which starts from its encoders",
     )  # fmt: skip
     return earlier

@@ -105,7 +105,9 @@ def _train_theirs(
         set_dropout(model, config.finetune.dropout)
     batch = config.finetune.batch_examples
     loader = NoDuplicatesDataLoader([InputExample(texts=pair) for pair in pairs], batch)
-    steps = config.finetune.max_steps or round(config.finetune.epochs * len(loader))
+    steps = config.finetune.max_steps or round(
+        config.finetune.epochs_over(len(pairs)) * len(loader)
+    )
     bf16 = config.loop.precision == "bf16"
     loss = MultipleNegativesRankingLoss(model)
     # bf16 needs no scaling of gradients, which `old_fit` always does for its own reduced precision, fp16.

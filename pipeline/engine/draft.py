@@ -267,8 +267,8 @@ def draft(
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents. Fields that are `NOT_IDENTITY` do not count, nor do the fields `unused`, which this job does
-    not read.
+    contents. Fields that are `NOT_IDENTITY` do not count, nor do the options or groups `unused`, which
+    this job does not read.
 
     Raises BadInput where another job's output, finished or not, is in the way.
     """
@@ -335,7 +335,8 @@ def describe_request(
         "config": {
             name: value
             for name, value in settings.items()
-            if name not in input_names and name.partition(".")[0] not in unused
+            if name not in input_names
+            and not any(f"{name}.".startswith(f"{option}.") for option in unused)
         },
     }
 

@@ -100,9 +100,10 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
     return open_external(uri)
 
 
-def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+def open_text_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
     """Any model that gives texts vectors, and the manifest's reference to it: a ranker or an encoder of ours,
-    what sentence-transformers saved, a `transformers` directory, or a hub id.
+    what sentence-transformers saved, a `transformers` directory, or a hub id. `option` names the URI in
+    messages.
 
     Raises BadInput where there is none, and for a ranker without vectors.
     """
@@ -115,7 +116,7 @@ def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
         uri = storage.absolute(uri)  # a manifest names it, and is read elsewhere
     if storage.exists(storage.join(uri, SENTENCE_TRANSFORMERS)):
         return open_external(uri)
-    return open_encoder(uri)
+    return open_encoder(uri, option)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
+from pipeline.training.guide import Guide, GuideRows, GuideVectors
 from pipeline.training.loop import derived_seed
 from pipeline.training.settings import Taught
 
@@ -326,13 +327,13 @@ def right_answers(
 
 
 class TensorBatch:
-    """The base of dataclasses whose fields are tokens and tensors, or None."""
+    """The base of dataclasses with fields of tokens and tensors; others stay as they are."""
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed = {
             name: value.map_tensors(change) if isinstance(value, Tokens) else change(value)
             for name, value in vars(self).items()
-            if value is not None
+            if isinstance(value, Tokens | Tensor)
         }
         return type(self)(**{**vars(self), **changed})
 
@@ -362,6 +363,10 @@ class DualBatch(TensorBatch):
     teacher_contexts_BE: Tensor
     teacher_responses_BE: Tensor
     """The teacher's vectors, float32; their products are its scores. E is 0 where it gave none."""
+    guide_rows: GuideRows | None = None
+    """None: there is no guide."""
+    guide: GuideVectors | None = None
+    """What the loss reads of the guide: of the whole batch, so `part` has none."""
 
     def __len__(self) -> int:
         return len(self.keys_BS)
@@ -391,6 +396,9 @@ class PairBatch(TensorBatch):
     """int64; equal where the candidates' tokens are."""
     teacher_BC: Tensor
     """The teacher's scores; NaN where it gave none."""
+    guide_rows: GuideRows | None = None
+    guide: GuideVectors | None = None
+    """As in `DualBatch`."""
 
     def __len__(self) -> int:
         return len(self.key_BC)
@@ -499,7 +507,7 @@ class DualCollator:
     """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
     The wrong candidates come from the row's own candidates, or from `mined`, which returns those of its
-    place in the split. `teacher`: some of `TEACHER_COLUMNS`.
+    place in the split. `teacher`: some of `TEACHER_COLUMNS`. `guide`: reads the batch's texts, too.
     """
 
     def __init__(
@@ -509,8 +517,10 @@ class DualCollator:
         teacher: Sequence[str] = (),
         mined: Callable[[int], list[str]] | None = None,
         same_group_negatives: bool = True,
+        guide: Guide | None = None,
     ) -> None:
         self._ranker = ranker
+        self._guide = guide
         self._negatives = negatives
         self._mined = mined
         self._same_group_negatives = same_group_negatives
@@ -553,6 +563,7 @@ class DualCollator:
             teacher_BC,
             teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
             teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
+            self._guide_rows(items),
         )
 
     def _tokenize(self, items: list[_Item]) -> tuple[list[list[list[int]]], Tensor, Tensor]:
@@ -566,6 +577,12 @@ class DualCollator:
         teacher_BC = torch.tensor([[score for _, score in item.candidates] for item in items])
         return rows, keys_BC, teacher_BC
 
+    def _guide_rows(self, items: list[_Item]) -> GuideRows | None:
+        if self._guide is None:
+            return None
+        texts = [candidate.text for item in items for candidate in item.candidates]
+        return self._guide.rows([item.context for item in items], texts)
+
 
 class PairCollator(DualCollator):
     """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
@@ -577,4 +594,4 @@ class PairCollator(DualCollator):
             [context for context, rows in zip(contexts, candidates, strict=True) for _ in rows],
             [ids for rows in candidates for ids in rows],
         )
-        return PairBatch(pairs, key_BC, teacher_BC)
+        return PairBatch(pairs, key_BC, teacher_BC, self._guide_rows(items))

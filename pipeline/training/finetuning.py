@@ -11,6 +11,7 @@ from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
 from pipeline.evaluation.questions import Questions, validation_questions
 from pipeline.evaluation.ranking import RankerScorer, rank
+from pipeline.models import interop
 from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
@@ -25,6 +26,7 @@ from pipeline.training.data import (
     has_values,
     teacher_dimensions,
 )
+from pipeline.training.guide import Guide
 from pipeline.training.loop import Measured, Task, optimization, reduce_over_ranks
 from pipeline.training.losses import (
     DualModule,
@@ -32,6 +34,7 @@ from pipeline.training.losses import (
     PairModule,
     backward,
     cached_backward,
+    guided,
 )
 from pipeline.training.negatives import Miner
 from pipeline.training.settings import FinetuneConfig, LoopConfig
@@ -89,6 +92,8 @@ class Finetuning:
     ranker: RankerConfig
     finetune: FinetuneConfig
     loop: LoopConfig
+    guide: Source | None = None
+    """A model that gives texts vectors, and names false negatives."""
 
     def held_out(self) -> list[str]:
         """The files of train that are not read. Raises BadInput if the fold has no files."""
@@ -136,6 +141,9 @@ class Finetuning:
             miner = Miner(
                 ranker, all_rows, config.mine, max(1, every_steps), rank, world, same_group
             )
+        guide = None
+        if self.guide is not None:
+            guide = Guide(interop.load(self.guide.local(), 0, 0), config.guide, loop.precision)
         teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
         module: Objective
         if self.ranker.has_vectors:
@@ -145,13 +153,14 @@ class Finetuning:
                 distill,
                 config.share_negatives,
                 config.label_smoothing,
+                guide,
             )
             negatives = 0 if config.negatives_from == "batch" else config.negatives
             mined = miner.negatives_of if miner else None
-            collator = DualCollator(ranker, negatives, teacher, mined, same_group)
+            collator = DualCollator(ranker, negatives, teacher, mined, same_group, guide)
         else:
-            module = PairModule(ranker.cross, distill)
-            collator = PairCollator(ranker, config.negatives, teacher, None, same_group)
+            module = PairModule(ranker.cross, distill, guide)
+            collator = PairCollator(ranker, config.negatives, teacher, None, same_group, guide)
         if distill.loss == "cosine":
             teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
             require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
@@ -160,14 +169,16 @@ class Finetuning:
 
         rows = replace(rows, columns=tuple(collator.columns))
         batches = Batches(rows, collator, config.batch_examples)
-        steps = round(config.epochs * batches.steps_per_epoch)
-        if config.epochs:  # half an epoch of one batch would round to none
+        epochs = config.epochs_over(rows.total)
+        steps = round(epochs * batches.steps_per_epoch)
+        if epochs:  # half an epoch of one batch would round to none
             steps = max(steps, 1)
         steps = min(steps, config.max_steps or steps)
         if miner is not None:
             require(miner.every_steps < steps, "finetune.mine.every_epochs", config.mine.every_epochs,
                     f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
         chunk, validation = config.chunk_examples, None
+        run = cached_backward(module, chunk) if 0 < chunk < batches.examples else backward
         if self.corpus.rows("valid/"):
             questions = validation_questions(
                 self.corpus, "valid", config.valid_candidates, config.valid_examples, loop.seed
@@ -182,7 +193,7 @@ class Finetuning:
                 loop, module, steps, network.new_weights, network.token_tables
             ),
             save=ranker.save,
-            backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
+            backward=guided(run, guide) if guide else run,
             validation=validation,
             miner=miner,
             before_step=network.before_step,

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from pipeline.models.losses import (
     right_above_all,
 )
 from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
+from pipeline.training.guide import Guide
 from pipeline.training.loop import Autocast, Backward, StepMetrics
 from pipeline.training.settings import Distillation, NegativesFrom
 
@@ -118,7 +120,7 @@ class DualModule(Objective):
 
     With `share_negatives`, a context's wrong candidates count for every context of the global batch, as
     sentence-transformers' MultipleNegativesRankingLoss has it. Responses and candidates that answer the
-    context in another example of the batch do not count.
+    context in another example of the batch do not count, nor do those that the `guide` excludes.
     """
 
     def __init__(
@@ -128,9 +130,11 @@ class DualModule(Objective):
         distill: Distillation = _NO_TEACHER,
         share_negatives: bool = False,
         smoothing: float = 0.0,
+        guide: Guide | None = None,
     ) -> None:
         super().__init__()
         self.network = network
+        self._guide = guide
         self._smoothing = smoothing
         self._from_batch = negatives_from != "given"
         self._share_negatives = share_negatives
@@ -153,26 +157,23 @@ class DualModule(Objective):
         count, device = len(responses_BD), responses_BD.device
         keys_CS = gather(batch.keys_BS)
         own_B = torch.arange(count, device=device) + rank() * count  # in the global batch
+        columns = self._columns(responses_BD, negatives_BKD, gather_with_gradient)
         if self._from_batch:
-            responses, label_B = gather_with_gradient(responses_BD), own_B  # [C, D]
+            label_B = own_B
             excluded_BC = false_negatives(keys_CS, label_B)
         else:
-            responses = responses_BD[:, None]  # [B, 1, D]
             label_B = torch.zeros(count, dtype=torch.long, device=device)
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
-        k = negatives_BKD.shape[1]
-        negatives, negative_keys = negatives_BKD, batch.negative_keys_BK  # [B, K, D] and [B, K]
+        k, negative_keys = negatives_BKD.shape[1], batch.negative_keys_BK  # [B, K]
         # The columns that a teacher has scored, the label's first: here the context's own negatives.
         column_BC = torch.arange(k, device=device).expand(count, k) + excluded_BC.shape[1]
         if self._share_negatives:
-            # [N, D] and [N], N = ranks · B · K
-            negatives = gather_with_gradient(negatives_BKD.flatten(0, 1))
-            negative_keys = gather(batch.negative_keys_BK.flatten())
+            negative_keys = gather(batch.negative_keys_BK.flatten())  # [N], N = ranks · B · K
             column_BC = column_BC + own_B[:, None] * k
         column_BC, teacher_BC = torch.cat([label_B[:, None], column_BC], dim=1), batch.teacher_BC
         if self._distill.over == "batch" and self._distill.loss in TEACHING:
-            columns = excluded_BC.shape[1]
-            column_BC = (label_B[:, None] + torch.arange(columns, device=device)) % columns
+            width = excluded_BC.shape[1]
+            column_BC = (label_B[:, None] + torch.arange(width, device=device)) % width
             teacher_BC = batch.teacher_contexts_BE @ gather(batch.teacher_responses_BE).T
             teacher_BC = teacher_BC.gather(1, column_BC)
         is_right_BK = negative_keys == batch.keys_BS[:, :1]
@@ -181,12 +182,19 @@ class DualModule(Objective):
             is_same_CK = keys_CS[:, :1] == negative_keys
             is_right_BK = is_answer_BC.float() @ is_same_CK.float() > 0
         excluded_BC = torch.cat([excluded_BC, is_right_BK], dim=1)
-        teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
         parts, metrics = [], dict[str, Tensor]()
+        if self._guide is not None:
+            assert batch.guide is not None
+            own_BCD = batch.guide.candidates_BCD
+            guide_columns = self._columns(own_BCD[:, 0], own_BCD[:, 1:], gather)
+            by_guide_BC = self._guide.excludes(batch.guide, guide_columns, label_B)
+            metrics["guide_excludes"] = _share_of_negatives(by_guide_BC, excluded_BC)
+            excluded_BC = excluded_BC | by_guide_BC
+        teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
         for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):
             losses, teacher_losses = [], []
             for width in self.network.widths:  # the last one is all that the vectors have
-                scores_BC = self._scores(vectors_BMD, mask_BM, (responses, negatives), width)
+                scores_BC = self._scores(vectors_BMD, mask_BM, columns, width)
                 losses.append(
                     ranking_loss(
                         scores_BC, label_B, excluded_BC, self._smoothing, mask_BM.any(dim=1)
@@ -199,7 +207,7 @@ class DualModule(Objective):
                         )
                     )
             parts.append(torch.stack(losses).mean())
-            if not metrics:
+            if "accuracy" not in metrics:
                 is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
                 metrics["accuracy"] = is_right_B.float().mean()
                 if self._distill.loss == "cosine":
@@ -209,6 +217,19 @@ class DualModule(Objective):
                     metrics["distill_loss"] = teacher_loss.detach()
                     parts.append(teacher_loss)
         return torch.stack(parts).sum(), metrics
+
+    def _columns(
+        self,
+        responses_BD: Tensor,
+        negatives_BKD: Tensor,
+        gather_rows: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The candidates that are compared with each context, of the vectors of this rank's: responses of all
+        ranks [C, D], or the own one [B, 1, D]; negatives of all ranks [N, D], or the own ones [B, K, D]."""
+        responses = gather_rows(responses_BD) if self._from_batch else responses_BD[:, None]
+        if not self._share_negatives:
+            return responses, negatives_BKD
+        return responses, gather_rows(negatives_BKD.flatten(0, 1))
 
     def _vector_loss(self, contexts_BE: Tensor, responses_BE: Tensor, batch: DualBatch) -> Tensor:
         """Weighted. Raises BadInput where the batch has no vectors of the teacher, or of another length."""
@@ -235,12 +256,19 @@ class DualModule(Objective):
 
 
 class PairModule(Objective):
-    """Softmax over each context's own candidates. Copies of the right candidate are left out."""
+    """Softmax over each context's own candidates. Copies of the right candidate are left out, and what the
+    `guide` excludes."""
 
-    def __init__(self, network: PairNetwork, distill: Distillation = _NO_TEACHER) -> None:
+    def __init__(
+        self,
+        network: PairNetwork,
+        distill: Distillation = _NO_TEACHER,
+        guide: Guide | None = None,
+    ) -> None:
         super().__init__()
         self.network = network
         self._distill = distill
+        self._guide = guide
 
     def encode(self, batch: PairBatch) -> tuple[Tensor, ...]:
         """Scores [B, C]."""
@@ -251,14 +279,27 @@ class PairModule(Objective):
         label_B = torch.zeros(len(scores_BC), dtype=torch.long, device=scores_BC.device)
         excluded_BC = batch.key_BC == batch.key_BC[:, :1]
         excluded_BC[:, 0] = False
+        metrics = dict[str, Tensor]()
+        if self._guide is not None:
+            assert batch.guide is not None
+            columns = [batch.guide.candidates_BCD]
+            by_guide_BC = self._guide.excludes(batch.guide, columns, label_B)
+            metrics["guide_excludes"] = _share_of_negatives(by_guide_BC, excluded_BC)
+            excluded_BC = excluded_BC | by_guide_BC
         loss = ranking_loss(scores_BC, label_B, excluded_BC)
         is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
-        metrics = {"accuracy": is_right_B.float().mean()}
+        metrics["accuracy"] = is_right_B.float().mean()
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
             teacher_loss = _distillation_loss(self._distill, scores_BC, teacher_BC)
             loss, metrics["distill_loss"] = loss + teacher_loss, teacher_loss.detach()
         return loss, metrics
+
+
+def _share_of_negatives(by_guide_BC: Tensor, excluded_BC: Tensor) -> Tensor:
+    """The share of all wrong columns that count without the guide and not with it."""
+    count = excluded_BC.numel() - len(excluded_BC)
+    return (by_guide_BC & ~excluded_BC).sum() / max(1, count)
 
 
 def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
@@ -273,6 +314,19 @@ def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, 
         loss, metrics = model(batch)
     torch.autograd.backward(loss)
     return loss.detach(), metrics
+
+
+def guided(backward: Backward, guide: Guide) -> Backward:
+    """A `backward` before which the guide reads the batch, while no activations are in memory."""
+
+    def run(
+        model: nn.Module, batch: DualBatch | PairBatch, autocast: Autocast
+    ) -> tuple[Tensor, StepMetrics]:
+        assert batch.guide_rows is not None
+        vectors = guide.vectors(batch.guide_rows, batch.teacher_BC.device)
+        return backward(model, replace(batch, guide=vectors), autocast)
+
+    return run
 
 
 def gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:

@@ -27,7 +27,6 @@ saved them, and no other memory.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import tempfile
 from collections import defaultdict
@@ -44,23 +43,14 @@ from torch import Tensor
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
 from pipeline.training.data import Epoch, ExampleRow, Rows, answer_keys
+from pipeline.training.guide import highest_allowed
 from pipeline.training.loop import gather_items
 from pipeline.training.losses import gather
-from pipeline.training.settings import Mining, NegativeLimits
+from pipeline.training.settings import Mining
 
 _CONTEXTS_AT_ONCE = 64
 _LOGITS_AT_ONCE = 1 << 23  # of float32; scoring holds some four arrays of them: 128 MB
 _ROWS_AT_ONCE = 1 << 16  # exchanged; 8 MB a rank with 30 places each
-
-
-def highest_allowed(limits: NegativeLimits, right_score: float) -> float:
-    """The highest score that a negative may have.
-
-    A text that scores nearly as high as the right response, or higher, is probably right, too, because nobody
-    marked all right answers (limits relative to the right one's score: Moreira et al., NV-Retriever, 2024).
-    """
-    share_limit = right_score * limits.max_share if right_score > 0 else math.inf
-    return min(right_score - limits.margin, share_limit)
 
 
 _RightPlaces = dict[Hashable, set[int]]
@@ -221,8 +211,9 @@ class Miner:
             [dual.scores(vectors_BMD, mask_BM, part) for part in torch.split(vectors_PD, columns)],
             dim=1,
         ).cpu()
-        for row, scores_P, right_score in zip(rows, scores_BP, response_B.tolist(), strict=True):
-            scores_P[scores_P > highest_allowed(self._config, right_score)] = -torch.inf
+        limit_B1 = highest_allowed(self._config, response_B.double()).float().cpu()[:, None]
+        scores_BP.masked_fill_(scores_BP > limit_B1, -torch.inf)
+        for row, scores_P in zip(rows, scores_BP, strict=True):
             for key in (row["response"], *answer_keys(row, self._same_group_negatives)):
                 scores_P[list(right_places.get(key, ()))] = -torch.inf
         best = scores_BP.topk(min(self._config.top_k, len(vectors_PD)), dim=1)

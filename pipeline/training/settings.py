@@ -26,6 +26,8 @@ _DRAWS_NEGATIVES = read_when(
 
 # About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
 _MICRO_BATCH_TOKENS = 16_384
+# (with fewer examples than this, epochs): pipeline/OWN_DATA.md has what was measured.
+_EPOCHS = ((5_000, 10.0), (100_000, 3.0))
 _RANDOM_PAIRS: tuple[Objective, ...] = ("joint", "alternate")
 _PREDICT_TOKENS: tuple[Objective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
 _READ_WITH_MASKS = read_when({"pretrain.objective": _PREDICT_TOKENS})
@@ -207,6 +209,17 @@ class Mining(NegativeLimits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuideLimits(NegativeLimits):
+    """Which negatives the guide leaves out, by its own scores; the defaults are GISTEmbed's."""
+
+    max_share: float = 1.0
+    """A negative scores at most this share of the right response's score, if that score is above 0."""
+
+    def __post_init__(self) -> None:
+        self.check_limits("finetune.guide")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
@@ -262,6 +275,8 @@ class FinetuneConfig:
         default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
     )
     """mined: how hard negatives are mined."""
+    guide: GuideLimits = field(default_factory=GuideLimits)
+    """--guide: which negatives it leaves out of the loss."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
     folds: int = 1
@@ -269,8 +284,9 @@ class FinetuneConfig:
     that jobs.score_candidates --teaching.held-out can use the ranker as a teacher for that fold."""
     held_out: int = 0
     """The number of the fold that is left out, from 0."""
-    epochs: float = 3.0
-    """Passes over the training examples; 0: no training, a ranker straight from its encoder."""
+    epochs: float | None = 3.0
+    """Passes over the training examples; 0: no training, a ranker straight from its encoder. null: 10 with
+    fewer than 5,000 examples, 3 with fewer than 100,000, and 1 with more (pipeline/OWN_DATA.md)."""
     max_steps: int = 0
     """Stop after this many steps, whatever the epochs; 0: no limit."""
     train_layers: TrainLayers = "all"
@@ -294,7 +310,10 @@ class FinetuneConfig:
             2, self, "finetune", "batch_examples", "valid_examples", "valid_candidates"
         )
         _require_at_least(1, self, "finetune", "negatives", "folds")
-        _require_at_least(0, self, "finetune", "epochs", "max_steps", "keep_layers")
+        _require_at_least(0, self, "finetune", "max_steps", "keep_layers")
+        require(
+            self.epochs is None or self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0, or null"
+        )
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip
@@ -307,6 +326,12 @@ class FinetuneConfig:
         require(0 <= self.chunk_examples < self.batch_examples, "finetune.chunk_examples",
                 self.chunk_examples,
                 f"0, or below finetune.batch_examples, {self.batch_examples}")  # fmt: skip
+
+    def epochs_over(self, examples: int) -> float:
+        """The epochs over so many training examples."""
+        if self.epochs is not None:
+            return self.epochs
+        return next((epochs for limit, epochs in _EPOCHS if examples < limit), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

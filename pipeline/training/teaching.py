@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, corpora_of
@@ -44,7 +45,7 @@ from pipeline.training.data import (
     RightAnswers,
     right_answers,
 )
-from pipeline.training.negatives import highest_allowed
+from pipeline.training.guide import highest_allowed
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
@@ -235,7 +236,7 @@ def _add_candidates(
         candidates = [[row["response"], *negatives] for row, negatives in pairs]
         scores = own_scores(dual, contexts, candidates, config.batch_tokens)
         for (right_score, *wrong_scores), negatives in zip(scores, negatives_of_rows, strict=True):
-            limit = highest_allowed(config, right_score)
+            limit = highest_allowed(config, torch.tensor(right_score)).item()
             hardest = sorted(zip(wrong_scores, negatives, strict=True), key=lambda pair: -pair[0])
             negatives[:] = [text for score, text in hardest if score <= limit][:count]
     for row, negatives in zip(rows, negatives_of_rows, strict=True):

@@ -220,6 +220,24 @@ def test_without_a_step_a_ranker_is_its_encoder_s(run_job_here, convai2_corpus, 
     assert all(torch.equal(value, given[name]) for name, value in made.items())
 
 
+def test_a_guide_is_an_input_and_says_what_it_excludes(
+    run_job_here, trained, convai2_corpus, encoder, tmp_path
+):
+    """Without one the job is the same as before there were guides."""
+    bi = trained("bi").artifact
+    assert "guide" not in bi.manifest["config"] and "guide" not in bi.manifest["inputs"]
+    limits = ("--finetune.guide.margin", 0.01)
+    argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "bi", "--guide", bi.uri, *limits)
+    assert run_job_here("finetune", *argv).code == 0
+    guided = open_artifact(str(tmp_path / "bi"), "ranker")
+    assert guided.manifest["inputs"]["guide"] == bi.reference()
+    assert all(0 < share < 1 for share in curve(guided, "guide_excludes").values())
+    assert not same_weights(bi.local(), tmp_path / "bi")
+    assert run_job_here("finetune", *argv).summary["already_done"] is True
+    other = [*argv, "--guide", trained("poly").artifact.uri]
+    assert "--guide has other contents than it had" in run_job_here("finetune", *other).refusal
+
+
 # What is refused
 
 
@@ -318,6 +336,8 @@ CROSS = ("--ranker.architecture", "cross")
             [*CONVERT, "--ranker.earlier-turns", 0, "--ranker.number-earlier-turns", "true"],
             ["ranker.number_earlier_turns: True", "false with ranker.earlier_turns 0"],
         ),
+        (["--finetune.guide.margin", 0.1], ["finetune.guide.margin: 0.1", "allowed: 0.0 without --guide"]),
+        (["--guide", "none"], ["--guide none: no such folder, nor to be had from the hub"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
         (["--resources.shard-weights", "true"], ["only jobs.pretrain shards weights"]),
         (["--ranker.m", 3], ["ranker.m", "ranker.architecture 'bi'", "allowed with: poly"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from pipeline.models.encoder import set_dropout
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
+from pipeline.training.guide import Guide
 from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
-from pipeline.training.settings import Distillation
+from pipeline.training.settings import Distillation, GuideLimits
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
@@ -32,6 +34,10 @@ KINDS = {
     "bi, taught": ({"architecture": "bi"}, {"distill": Distillation(loss="kl", over="batch")}),
     "matryoshka": ({"matryoshka": (4,), "projection": 8, "share_towers": True}, {}),
     "heads": ({"candidate_attention": "multi_head"}, {}),
+    "bi, guided": (
+        {"architecture": "bi"},
+        {"negatives_from": "both", "guide": GuideLimits(margin=0.01)},
+    ),
     "cross, taught": ({"architecture": "cross"}, {"distill": Distillation(loss="kl")}),
 }
 
@@ -39,7 +45,10 @@ KINDS = {
 def made(tiny, kind, dropout=0.0):
     """An objective in training, and a batch."""
     settings, more = KINDS[kind]
-    ranker = tiny.ranker(**settings)
+    ranker, guide = tiny.ranker(**settings), None
+    if "guide" in more:
+        guide = Guide(tiny.ranker(architecture="poly"), more["guide"])
+        more = {**more, "guide": guide}
     set_dropout(ranker, dropout)
     if kind.startswith("cross"):
         objective = PairModule(ranker.cross, **more)
@@ -47,9 +56,12 @@ def made(tiny, kind, dropout=0.0):
     else:
         given = 3 if "negatives_from" in more else 0
         objective = DualModule(ranker.dual, **more)
-        collator = DualCollator(ranker, given, TEACHER_COLUMNS["batch"])
+        collator = DualCollator(ranker, given, TEACHER_COLUMNS["batch"], guide=guide)
     generator = torch.Generator().manual_seed(0)
-    return objective.train(), collator.collate(collator.prepare(ROWS, generator), generator)
+    batch = collator.collate(collator.prepare(ROWS, generator), generator)
+    if guide is not None:
+        batch = replace(batch, guide=guide.vectors(batch.guide_rows, torch.device("cpu")))
+    return objective.train(), batch
 
 
 def gradients(objective):

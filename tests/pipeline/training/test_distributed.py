@@ -21,6 +21,7 @@ from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.training import loop, negatives
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
+from pipeline.training.guide import Guide
 from pipeline.training.loop import agree_on_precision
 from pipeline.training.losses import (
     DualModule,
@@ -28,10 +29,11 @@ from pipeline.training.losses import (
     cached_backward,
     gather,
     gather_with_gradient,
+    guided,
     rank,
 )
 from pipeline.training.negatives import Miner
-from pipeline.training.settings import Distillation, Mining
+from pipeline.training.settings import Distillation, GuideLimits, Mining
 from tests.helpers import run_in_processes
 
 KINDS = {
@@ -47,8 +49,13 @@ KINDS = {
     },
 }  # fmt: skip
 # What a context is compared with beside both ranks' responses: wrong candidates of both ranks' contexts, or
-# a teacher's vectors of both.
+# a teacher's vectors of both, or a guide's.
 SHARED = {
+    "bi_shared": {
+        "negatives_from": "both",
+        "share_negatives": True,
+        "guide": GuideLimits(margin=0.01),
+    },
     "poly": {"negatives_from": "both", "share_negatives": True, "distill": Distillation(loss="kl")},
     "poly_heads": {"negatives_from": "given", "share_negatives": True},
     "convert": {"distill": Distillation(loss="kl", over="batch")},
@@ -94,20 +101,25 @@ def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = ranker_to_train(folder, kind)
     if shared:
-        settings = SHARED[kind]
+        settings, guide = SHARED[kind], None
+        if limits := settings.get("guide"):
+            guide = Guide(load_ranker(folder / "poly"), limits)
         over = settings.get("distill", Distillation()).over
-        module, given = DualModule(ranker.network, **settings), GIVEN
-        collator = DualCollator(ranker, 2 if over == "candidates" else 0, TEACHER_COLUMNS[over])
+        module, given = DualModule(ranker.network, **{**settings, "guide": guide}), GIVEN
+        count = 2 if over == "candidates" else 0
+        collator = DualCollator(ranker, count, TEACHER_COLUMNS[over], guide=guide)
     else:
         module, collator, given = DualModule(ranker.network), DualCollator(ranker), ROWS
+        guide = None
     model = DistributedDataParallel(module) if world > 1 else module
     generator = torch.Generator()
     share = len(ROWS) // world
     rows = given[own_rank * share : (own_rank + 1) * share]
     batch = collator.collate(collator.prepare(rows, generator), generator)
     run = cached_backward(module, chunk) if chunk else backward
+    run = guided(run, guide) if guide else run
     loss, shown = run(model, batch, nullcontext())
-    means = torch.stack([loss, shown["accuracy"]])
+    means = torch.stack([loss, shown["accuracy"], shown.get("guide_excludes", loss)])
     if world > 1:
         dist.all_reduce(means)
     gradients = {name: value.grad for name, value in module.named_parameters()}

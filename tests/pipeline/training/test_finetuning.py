@@ -25,7 +25,7 @@ from pipeline.training import finetuning
 from pipeline.training.data import teacher_dimensions
 from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.settings import Distillation, FinetuneConfig, LoopConfig
+from pipeline.training.settings import Distillation, FinetuneConfig, GuideLimits, LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -95,6 +95,42 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
     monkeypatch.setattr(finetuning, "has_values", lambda *args: asked.append(args))
     recipe(tiny, architecture=architecture, negatives_from="batch").build(0, 1)
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("architecture", "negatives_from"), [("poly", "mined"), ("cross", "given")]
+)
+def test_a_guide_reads_every_batch_and_is_not_saved(tiny, tmp_path, architecture, negatives_from):
+    """Also what is mined, and in chunks."""
+    tiny.ranker(architecture="bi").save(tmp_path / "guide")
+    loop = LoopConfig(precision="fp32", log_every_steps=1)
+    settings = {"architecture": architecture, "negatives_from": negatives_from, "negatives": 2,
+                "chunk_examples": 3, "epochs": 2, "loop": loop}  # fmt: skip
+    rows = [{"context": [f"w{n}"], "response": f"w{n + 50}", "candidates": [f"w{n + 100}", "w3", "w4"]}
+            for n in range(16)]  # fmt: skip
+    plain = replace(recipe(tiny, **settings), corpus=tiny.corpus(rows))
+    shown, weights = [], []
+    for guide, margin in ((None, 0.0), (External(str(tmp_path / "guide"), ""), 0.05)):
+        made = replace(plain, guide=guide)
+        made = replace(made, finetune=replace(made.finetune, guide=GuideLimits(margin=margin)))
+        task, metrics = made.build(0, 1), []
+        listener = Listener(
+            lambda progress, to=metrics: to.append(progress.metrics), lambda *_: None
+        )
+        train(task, task.module, made.loop, torch.device("cpu"), 0, listener)
+        task.save(tmp_path / str(margin))
+        shown.append([step.get("guide_excludes") for step in metrics])
+        weights.append(load_ranker(tmp_path / str(margin)).state_dict())
+    assert shown[0] == [None] * 4
+    assert all(0 < share < 1 for share in shown[1])
+    assert weights[0].keys() == weights[1].keys()
+    assert any(not torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_guide_that_reads_both_texts_together_is_refused(tiny, tmp_path):
+    tiny.ranker(architecture="cross").save(tmp_path)
+    with pytest.raises(BadInput, match="'cross'"):
+        replace(recipe(tiny), guide=External(str(tmp_path), "")).build(0, 1)
 
 
 def recipe(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,9 @@ from pipeline.training.data import (
     has_values,
     right_answers,
 )
-from pipeline.training.losses import DualModule, PairModule
-from pipeline.training.settings import Distillation
+from pipeline.training.guide import Guide
+from pipeline.training.losses import DualModule, PairModule, backward, guided
+from pipeline.training.settings import Distillation, GuideLimits
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -532,3 +535,109 @@ def test_gradients_reach_every_weight_of_the_head(tiny, settings):
         assert value.grad.isfinite().all(), name
         # Neither a key's bias nor the score's moves a softmax: all its logits move alike.
         assert value.grad.abs().max() > 1e-6 or name.endswith((".k.bias", "score.bias")), name
+
+
+# A guide reads two words of a candidate: to it the first candidate of row 1 is the right response.
+GUIDED = [
+    {**row, "candidates": [f"w{40 + place}", row["response"], f"w{60 + place} w1"]}
+    for place, row in enumerate([
+        *DUAL_ROWS,
+        *({"context": [f"w{70 + n} w{n}"], "response": f"w{80 + n}"} for n in range(8)),
+    ])
+]  # fmt: skip
+GUIDED[1]["candidates"][0] = "w6 w7 w99"
+
+
+def float64_scores(ranker, row, texts):
+    """[C] by the formula of a poly-encoder, of which a bi-encoder is the case of one vector."""
+    vectors_BMD, _ = inference.context_vectors(ranker, [row["context"]])
+    candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
+    logits_CM = candidates_CD @ vectors_BMD[0].double().numpy().T
+    weights_CM = np.exp(logits_CM - logits_CM.max(axis=1, keepdims=True))
+    return (weights_CM * logits_CM).sum(axis=1) / weights_CM.sum(axis=1)
+
+
+def excluded_by(limits, scores_C):
+    """By the rule of GISTEmbed, and of the limits; the first text is right. No score is near the limit."""
+    right = scores_C[0]
+    limit = right - limits.get("margin", 0.0)
+    if right > 0:
+        limit = min(limit, right * limits.get("max_share", 1.0))
+    assert np.abs(scores_C[1:] - limit).min() > 1e-5
+    return [False, *(scores_C[1:] > limit)]
+
+
+@pytest.mark.parametrize(("negatives_from", "share"), [
+    ("batch", False), ("given", False), ("mined", False), ("both", True),
+])  # fmt: skip
+@pytest.mark.parametrize(("architecture", "limits"), [
+    ("bi", {"margin": 0.02}), ("poly", {"margin": 0.02, "max_share": 0.9}),
+])  # fmt: skip
+def test_what_a_guide_scores_above_the_limit_is_no_negative(
+    tiny, architecture, limits, negatives_from, share
+):
+    """Beside what is no negative without a guide: copies of the right response."""
+    ranker = tiny.ranker(architecture="bi", share_towers=True)
+    reads = tiny.ranker(architecture=architecture, max_candidate_tokens=4)
+    guide, given = Guide(reads, GuideLimits(**limits)), 0 if negatives_from == "batch" else 2
+    batch = collated(DualCollator(ranker, given, guide=guide), GUIDED)
+    wrong = [texts_of(batch.negatives, place) for place in range(given * len(GUIDED))]
+    module = DualModule(ranker.dual, negatives_from, share_negatives=share, guide=guide)
+    loss, shown = guided(backward, guide)(module, batch, nullcontext())
+    scores, excluded, guide_alone, negatives = [], [], 0, 0
+    for place, row in enumerate(GUIDED):
+        own = wrong[given * place : given * (place + 1)]
+        others = [] if negatives_from == "given" else [other["response"] for other in GUIDED]
+        texts = [
+            row["response"],
+            *(others[:place] + others[place + 1 :]),
+            *(wrong if share else own),
+        ]
+        is_copy = [n > 0 and text == row["response"] for n, text in enumerate(texts)]
+        by_guide = excluded_by(limits, float64_scores(reads, row, texts))
+        if given and place == 1:
+            assert by_guide[texts.index("w6 w7 w99")]  # the false negative
+        scores.append(float64_scores(ranker, row, texts))
+        excluded.append(np.array(is_copy) | by_guide)
+        guide_alone += sum(excluded[-1]) - sum(is_copy)
+        negatives += len(texts) - 1
+    assert 0 < guide_alone < negatives
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 12, excluded), rel=1e-5)
+    assert shown["guide_excludes"].item() == pytest.approx(guide_alone / negatives)
+
+
+def test_a_guide_of_a_cross_encoder_reads_its_candidates(tiny):
+    ranker, reads = (tiny.ranker(architecture=name) for name in ("cross", "bi"))
+    limits = {"margin": 0.01}
+    guide = Guide(reads, GuideLimits(**limits))
+    batch = collated(PairCollator(ranker, 3, guide=guide), PAIR_ROWS)
+    loss, shown = guided(backward, guide)(
+        PairModule(ranker.cross, guide=guide), batch, nullcontext()
+    )
+    candidates = [candidates_of(batch, place) for place in range(4)]
+    contexts = [row["context"] for row in PAIR_ROWS]
+    scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
+    excluded = [
+        excluded_by(limits, float64_scores(reads, row, texts))
+        for row, texts in zip(PAIR_ROWS, candidates, strict=True)
+    ]
+    assert 0 < np.mean(excluded) < 0.75
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-5)
+    assert shown["guide_excludes"].item() == pytest.approx(np.sum(excluded) / 12)
+
+
+def test_a_guide_that_tells_no_texts_apart_changes_no_bit_of_the_loss(tiny):
+    """Nor is it trained, or saved with the module."""
+    ranker, reads = tiny.ranker(architecture="poly"), tiny.ranker(architecture="bi")
+    with torch.no_grad():
+        for value in reads.parameters():
+            value.zero_()
+    guide = Guide(reads, GuideLimits())
+    batch = collated(DualCollator(ranker, 2, guide=guide), GUIDED)
+    module = DualModule(ranker.dual, "both", share_negatives=True, guide=guide)
+    plain = DualModule(ranker.dual, "both", share_negatives=True)
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    loss, shown = guided(backward, guide)(module, batch, nullcontext())
+    assert torch.equal(loss, plain(batch)[0])
+    assert shown["guide_excludes"] == 0
+    assert all(value.grad is None for value in reads.parameters())

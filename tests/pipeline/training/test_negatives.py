@@ -51,7 +51,7 @@ def test_other_replies_to_a_context_are_not_mined(tiny, same_group_negatives):
     ]
     found = miner(tiny.corpus(rows), tiny.ranker(architecture="bi"), same_group_negatives, top_k=24,
                   max_share=1.0)  # fmt: skip
-    with patch.object(negatives, "highest_allowed", lambda limits, right_score: np.inf):
+    with patch.object(negatives, "highest_allowed", lambda limits, right: right + torch.inf):
         found()
     divisor = 6 if same_group_negatives else 3
     for number, row in enumerate(rows):

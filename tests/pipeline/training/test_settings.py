@@ -10,6 +10,7 @@ from pipeline.config import BadInput
 from pipeline.training.settings import (
     Distillation,
     FinetuneConfig,
+    GuideLimits,
     LoopConfig,
     Mining,
     PretrainConfig,
@@ -38,6 +39,7 @@ OUT_OF_RANGE = [
         "batch_examples": 1, "negatives": 0, "epochs": -1, "max_steps": -1, "dropout": 1.0,
         "valid_examples": 1, "valid_candidates": 1, "chunk_examples": -1, "keep_layers": -1,
     }),
+    (GuideLimits, "finetune.guide", {"margin": -0.1, "max_share": 0.0}),
     (Distillation, "finetune.distill", {"weight": 0, "temperature": 0, "teacher_scale": 0}),
     (Mining, "finetune.mine", {
         "every_epochs": 0.0, "responses": 1, "top_k": 0, "margin": -0.1, "max_share": 1.1,
@@ -79,3 +81,11 @@ def test_a_contrastive_micro_batch_has_room_for_two_pairs_of_the_longest_texts()
         pretraining(objective="contrastive", batch_tokens=70, micro_batch_tokens=35)
     config = pretraining(objective="contrastive", batch_tokens=72, micro_batch_tokens=36)
     assert (config.longest_row, config.lane_tokens, config.lane_pairs) == (9, 36, 2)
+
+
+@pytest.mark.parametrize(("examples", "epochs"), [
+    (1, 10), (4_999, 10), (5_000, 3), (99_999, 3), (100_000, 1), (10_000_000, 1),
+])  # fmt: skip
+def test_epochs_follow_from_the_number_of_examples_where_none_are_set(examples, epochs):
+    assert FinetuneConfig(epochs=None).epochs_over(examples) == epochs
+    assert FinetuneConfig(epochs=0.5).epochs_over(examples) == 0.5
