@@ -191,7 +191,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
 
 
 def _path(dump: str, out: str) -> str:
-    """Dump → corpus → subwords → ranker → evaluation and pool; returns the first two outputs' fingerprints."""
+    """Dump → corpus → subwords → ranker → evaluation and pool; returns the first two's fingerprints."""
     stages = {
         "prepare_corpus": "--format reddit --input DUMP --output OUT/corpus",
         "train_tokenizer": "--corpus OUT/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 "
