@@ -323,7 +323,7 @@ def describe_request(
         "config": {
             name: value
             for name, value in settings.items()
-            if name not in input_names and name.partition(".")[0] not in unused
+            if name not in input_names and {name, name.partition(".")[0]}.isdisjoint(unused)
         },
     }
 

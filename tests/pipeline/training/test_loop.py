@@ -133,7 +133,12 @@ def pretraining(tiny, corpus):
     return make
 
 
-TASKS = {"poly": finetuning, "pretraining": pretraining}
+def adapters(tiny, corpus):
+    pytest.importorskip("peft")
+    return finetuning(tiny, corpus, finetune={"lora_rank": 2})
+
+
+TASKS = {"poly": finetuning, "adapters": adapters, "pretraining": pretraining}
 
 
 def same(left, right):
