@@ -123,9 +123,11 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
-    # Empty it is no part of the identity, so that rankers of earlier versions are still known.
+    # Empty they are no part of the identity, so that rankers of earlier versions are still known.
     unused = [] if earlier else ["continue_from"]
     unused += [] if guide else ["guide", "finetune.guide"]
+    if not config.finetune.lora_rank:
+        unused += ["finetune.lora_rank", "finetune.lora_alpha"]
     out = draft(config.output, "ranker", config, inputs, unused)
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
@@ -141,8 +143,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
             recipe, task.steps, config.resources, out, tracked, label, watch, earlier
         )
         metrics = trained.metrics
-        parameters = sum(value.numel() for value in task.ranker.parameters())
-        counts = {"steps": int(metrics["step"]), "parameters": parameters}
+        counts = {"steps": int(metrics["step"]), "parameters": task.parameters}
         state = trained.checkpoint if config.keep_training_state else ""
         files = launch.collect_model(out, state)
         ranker = out.publish(

@@ -1,7 +1,7 @@
 """The frame of every job: its configuration in, one line of JSON out, exit codes with a meaning.
 
 0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. 130: ended by
-Ctrl-C. Anything else: failed. After 130 and a failure the same command again resumes.
+Ctrl-C. 143: by SIGTERM. Anything else: failed. After 130, 143 and a failure the same command again resumes.
 
 The last line of standard output sums up the job as JSON. If the job fails, the line has its `exit_code` and
 its `error`. A process that ends without this line has died: its exit code, which may be 2, says nothing
@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped, Terminated, parse
 from pipeline.processor import bound_kind
 from pipeline.storage.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
 
@@ -73,7 +73,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     except BadInput as error:
         fail(error, 2)
     except Stopped as error:
-        fail(error, 1)
+        fail(error, SIGTERM if isinstance(error, Terminated) else 1)
     except KeyboardInterrupt:
         fail(Stopped("interrupted; the same command resumes"), 130)
     except SystemExit as end:

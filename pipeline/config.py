@@ -47,6 +47,10 @@ class Stopped(Exception):
     """The job has stopped for a reason that it foresees; the message is one clear line (exit code 1)."""
 
 
+class Terminated(Stopped):
+    """SIGTERM has ended the job, which has saved its work before (exit code 143)."""
+
+
 MAX_WAIT_VARIABLE = "POLYRANK_MAX_WAIT_MINUTES"
 
 

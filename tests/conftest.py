@@ -491,16 +491,19 @@ def start_job(tracking_uri: str):
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(verb: str, *arguments: object, cluster: str = "") -> subprocess.Popen[bytes]:
+    def start(
+        verb: str, *arguments: object, cluster: str = "", output: Path = Path(os.devnull)
+    ) -> subprocess.Popen[bytes]:
         joins = {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"} if cluster else {}
-        process = subprocess.Popen(
-            job_command(verb, *arguments),
-            cwd=ROOT,
-            env={**os.environ, **joins},
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with output.open("wb") as stdout:
+            process = subprocess.Popen(
+                job_command(verb, *arguments),
+                cwd=ROOT,
+                env={**os.environ, **joins},
+                start_new_session=True,
+                stdout=stdout,
+                stderr=subprocess.DEVNULL,
+            )
         started.append(process)
         return process
 

@@ -29,6 +29,8 @@ Row = dict[str, Any]
 
 INTERRUPTED = 130
 """The exit code of a job that Ctrl-C ended."""
+TERMINATED = 128 + 15
+"""The exit code of a job that SIGTERM ended."""
 
 
 @dataclass(frozen=True)

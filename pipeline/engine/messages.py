@@ -1,10 +1,12 @@
-"""Messages from tasks and workers of the cluster to the process that started them."""
+"""Messages from tasks and workers of the cluster to the process that started them, and one back."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray.util.queue import Queue
@@ -17,9 +19,7 @@ def listening(handle: Callable[..., None]) -> Iterator[Queue]:
 
     All messages that were put in before the end are handled before it.
     """
-    # On any other node, the death of that node would end the job: whoever sends waits for the queue.
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": this_node})
+    queue = Queue(actor_options=_on_this_node())
 
     def listen() -> None:
         while (message := queue.get()) is not None:
@@ -33,3 +33,26 @@ def listening(handle: Callable[..., None]) -> Iterator[Queue]:
         queue.put(None)
         thread.join()
         queue.shutdown()
+
+
+class _Event:
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+def event() -> Any:
+    """An actor whose `wait` returns, in any process of the cluster, after this process has called `set`. It
+    ends with the last handle."""
+    return ray.remote(_Event).options(**_on_this_node()).remote()
+
+
+def _on_this_node() -> dict[str, Any]:
+    """On any other node, the death of that node would end the job: whoever sends waits for the queue."""
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": this_node}

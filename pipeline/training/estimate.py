@@ -91,7 +91,9 @@ def estimate_finetuning(
     `steps_done`: those of the run that this one continues.
     """
     task = recipe.build(0, workers.workers)
-    parameters = sum(value.numel() for value in task.ranker.parameters())
+    sizes = [(value.numel(), value.requires_grad) for value in task.ranker.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    weights = sum(size for size, _ in sizes)
     measured = _measure(task, recipe.loop, device, workers)
     steps = task.steps - steps_done
     hours = steps * measured.seconds / measured.steps / 3600
@@ -104,7 +106,7 @@ def estimate_finetuning(
         steps=steps,
         memory_bytes=torch.cuda.max_memory_allocated(device)
         if on_gpu
-        else parameters * _BYTES_PER_PARAMETER,
+        else 4 * weights + (_BYTES_PER_PARAMETER - 4) * trained,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
         basis=_basis(measured, "steps", workers, device),
@@ -113,7 +115,8 @@ def estimate_finetuning(
         "memory_is": "the peak of these steps"
         if on_gpu
         else "of weights, gradients and moments; activations come on top",
-        "parameters": parameters,
+        "parameters": task.parameters,
+        "trained_parameters": trained,
         "examples_per_worker": recipe.finetune.batch_examples // workers.workers,
         "workers": workers.workers,
         "hours": round(hours, 4),

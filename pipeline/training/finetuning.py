@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from pipeline.evaluation.questions import Questions, validation_questions
 from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models import interop
 from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
+from pipeline.models.lora import add_adapters, merge_adapters
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
@@ -74,6 +76,8 @@ class FinetuneTask(Task):
     """One rank's part of fine-tuning a ranker."""
 
     ranker: Ranker
+    parameters: int
+    """Numbers in the ranker that is saved."""
 
     @property
     def validated(self) -> tuple[int, dict[str, int]]:
@@ -122,6 +126,7 @@ class Finetuning:
         for name, value, default in (
             ("keep_layers", config.keep_layers, 0),
             ("train_layers", config.train_layers, "all"),
+            ("lora_rank", config.lora_rank, 0),
             ("dropout", config.dropout, None),
         ):
             require(bool(encoders) or value == default, f"finetune.{name}", value,
@@ -130,6 +135,11 @@ class Finetuning:
             if config.keep_layers:
                 shorten(part, config.keep_layers)
             freeze(part, config.train_layers)
+        parameters = sum(value.numel() for value in ranker.parameters())
+        new_weights = list(network.new_weights)
+        if config.lora_rank:
+            for part in encoders:
+                new_weights += add_adapters(part, config.lora_rank, config.lora_alpha)
         if config.dropout is not None:
             set_dropout(network, config.dropout)
 
@@ -177,6 +187,13 @@ class Finetuning:
         if miner is not None:
             require(miner.every_steps < steps, "finetune.mine.every_epochs", config.mine.every_epochs,
                     f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
+
+        def save(folder: Path) -> None:
+            if config.lora_rank:
+                for part in encoders:
+                    merge_adapters(part)
+            ranker.save(folder)
+
         chunk, validation = config.chunk_examples, None
         run = cached_backward(module, chunk) if 0 < chunk < batches.examples else backward
         if self.corpus.rows("valid/"):
@@ -186,13 +203,12 @@ class Finetuning:
             validation = Validation(ranker, questions, rank, world) if len(questions) else None
         return FinetuneTask(
             ranker=ranker,
+            parameters=parameters,
             module=module,
             batches=batches,
             steps=steps,
-            optimize=lambda: optimization(
-                loop, module, steps, network.new_weights, network.token_tables
-            ),
-            save=ranker.save,
+            optimize=lambda: optimization(loop, module, steps, new_weights, network.token_tables),
+            save=save,
             backward=guided(run, guide) if guide else run,
             validation=validation,
             miner=miner,

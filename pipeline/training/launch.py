@@ -30,10 +30,10 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeline import progress, storage
 from pipeline.artifact import Artifact, FileEntry, folder_entries
-from pipeline.config import BadInput, Stopped
+from pipeline.config import BadInput, Stopped, Terminated
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
-from pipeline.engine.messages import listening
+from pipeline.engine.messages import event, listening
 from pipeline.engine.resources import best_device, cpus_each
 from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
@@ -58,6 +58,7 @@ from pipeline.training.checkpoint import (
 from pipeline.training.loop import Listener, Progress, Selection, Task, agree_on_precision, train
 from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
+from pipeline.training.termination import on_sigterm
 
 if TYPE_CHECKING:
     from pipeline.tracking import Run
@@ -110,6 +111,8 @@ class Trained:
     """URI of the last checkpoint, in the draft; "": there was no step to train."""
     precision: str
     """The precision that the workers trained in: "auto" depends on their hardware."""
+    finished: bool
+    """False: a worker, or this process, was terminated; the checkpoint is of the step before."""
 
     @property
     def delivered(self) -> dict[str, float]:
@@ -137,28 +140,50 @@ def fit(
     of its run, which this run continues.
 
     Checkpoints lie in the draft, so the same job, started again, continues from the last one.
+
+    Raises Terminated after SIGTERM, when the step that was under way is saved. If a worker gets SIGTERM, or
+    Ray drains its node, others continue from that step.
     """
+    fit_once = _fit_in_this_process if executors.current() else _fit_on_cluster
+    terminated = threading.Event()
     with _progress(label, steps, run, watch) as show:
-        threads = torch.get_num_threads()
-        if not executors.current():
-            threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-            await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
-        attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
-        start = storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
-        spec = WorkerSpec(recipe, workers, threads, draft, attempt, checkpoint, start)
-        if executors.current():
-            return _fit_in_this_process(spec, show)
-        with listening(show) as messages:
-            return _fit_on_cluster(spec, messages)
+        while True:
+            threads = torch.get_num_threads()
+            if not executors.current():
+                threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
+                await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
+            attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+            checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
+            start = storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
+            spec = WorkerSpec(recipe, workers, threads, draft, attempt, checkpoint, start)
+            trained = fit_once(spec, show, terminated)
+            if trained.finished:
+                return trained
+            saved = f"step {trained.metrics['step']:.0f} is saved"
+            if terminated.is_set():
+                raise Terminated(f"terminated; {saved}, and the same command resumes there")
+            print(
+                f"a worker, or its node, is going; {saved}, and others go on from there", flush=True
+            )
 
 
-def _fit_on_cluster(spec: WorkerSpec, messages: Queue) -> Trained:
+def _fit_on_cluster(spec: WorkerSpec, show: Show, terminated: threading.Event) -> Trained:
+    driver_terminated = event()
+
+    def notify() -> None:
+        terminated.set()
+        driver_terminated.set.remote()
+
+    with listening(show) as messages, on_sigterm(notify):
+        return _fit_workers(spec, messages, driver_terminated)
+
+
+def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> Trained:
     workers, draft = spec.workers, spec.draft
     resources = {"CPU": spec.threads, **({"GPU": 1} if workers.gpu else {})}
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     trainer = ray.train.torch.TorchTrainer(
-        functools.partial(_work, spec, messages),
+        functools.partial(_work, spec, messages, driver_terminated),
         scaling_config=ray.train.ScalingConfig(
             num_workers=count, use_gpu=workers.gpu, resources_per_worker=resources
         ),
@@ -188,11 +213,11 @@ def _fit_on_cluster(spec: WorkerSpec, messages: Queue) -> Trained:
     if result.checkpoint:  # None: there was no step to train
         name = Path(result.checkpoint.path).name
         uri = draft.path(_CHECKPOINTS, spec.attempt, name)
-    metrics, precision = result.return_value
-    return Trained(metrics, uri, precision)
+    metrics, precision, finished = result.return_value
+    return Trained(metrics, uri, precision, finished)
 
 
-def _fit_in_this_process(spec: WorkerSpec, show: Show) -> Trained:
+def _fit_in_this_process(spec: WorkerSpec, show: Show, terminated: threading.Event) -> Trained:
     """Trains on one rank. It restarts nothing; the same job, started again, continues from the last
     checkpoint."""
     folder = spec.draft.path(_CHECKPOINTS, spec.attempt)
@@ -205,9 +230,10 @@ def _fit_in_this_process(spec: WorkerSpec, show: Show) -> Trained:
         while len(uris) > spec.recipe.loop.keep_checkpoints:
             storage.delete(uris.pop(0))
 
-    with torch.random.fork_rng(devices=[]):
-        metrics, precision = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None).train()
-    return Trained(metrics, uris[-1] if uris else spec.checkpoint, precision)
+    with torch.random.fork_rng(devices=[]), on_sigterm(terminated.set):
+        rank = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None, terminated.is_set)
+        metrics, precision, finished = rank.train()
+    return Trained(metrics, uris[-1] if uris else spec.checkpoint, precision, finished)
 
 
 _SHOWN = {
@@ -259,7 +285,7 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], TrainedPrecision]:
+def _work(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> RankResult:
     """One worker of Ray Train; returns what `_Rank.train` returns."""
     context = ray.train.get_context()
     torch.set_num_threads(spec.threads)
@@ -277,9 +303,17 @@ def _work(spec: WorkerSpec, messages: Queue) -> tuple[dict[str, float], TrainedP
         )
 
     rank, world = context.get_world_rank(), context.get_world_size()
-    return _Rank(
-        spec, rank, world, device, lambda *shown: messages.put(shown), keep, _read_ray_checkpoint
-    ).train()
+    sigterm = threading.Event()
+    from_driver = [driver_terminated.wait.remote()] if rank == 0 else []
+
+    def is_terminated() -> bool:
+        return sigterm.is_set() or bool(from_driver and ray.wait(from_driver, timeout=0)[0])
+
+    with on_sigterm(sigterm.set):
+        return _Rank(
+            spec, rank, world, device, lambda *shown: messages.put(shown), keep,
+            _read_ray_checkpoint, is_terminated, ray.train.get_preemption_info,
+        ).train()  # fmt: skip
 
 
 def _read_ray_checkpoint() -> Saved | None:
@@ -288,6 +322,10 @@ def _read_ray_checkpoint() -> Saved | None:
         return None
     with checkpoint.as_directory() as folder:
         return read_saved(Path(folder))
+
+
+RankResult = tuple[dict[str, float], TrainedPrecision, bool]
+"""The last metrics, the precision, and whether the training has finished."""
 
 
 @dataclass
@@ -303,12 +341,17 @@ class _Rank:
     keep: Keep
     saved: Callable[[], Saved | None]
     """Reads this attempt's last checkpoint; None: there is none yet."""
+    is_terminated: Callable[[], bool]
+    """Whether this rank's process, or the driver's, has got SIGTERM."""
+    preemption: Callable[[], object] = lambda: None
+    """None, unless a node of the ranks is drained: its `ray start` has got SIGTERM, or `ray drain-node` names
+    it. A collective call of some milliseconds."""
+    preempted: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     """The last ones."""
 
-    def train(self) -> tuple[dict[str, float], TrainedPrecision]:
-        """Builds the task, restores the last checkpoint, trains, saves; returns the last metrics and the
-        precision."""
+    def train(self) -> RankResult:
+        """Builds the task, restores the last checkpoint, trains, saves."""
         spec, device = self.spec, self.device
         if device.type == "cpu":
             cpu.keep_memory()
@@ -320,8 +363,14 @@ class _Rank:
         model = distribute(task.module, device, spec.workers.shard_weights)
         if loop.compile:
             model = torch.compile(model)  # type: ignore[assignment]
-        listener = Listener(self._report, self._save_checkpoint, self._save_bad_batch)
-        train(task, model, loop, device, self.number, listener, self._resume)
+        listener = Listener(
+            self._report,
+            self._save_checkpoint,
+            self._save_bad_batch,
+            lambda: self.preempted or self.is_terminated(),
+        )
+        if not train(task, model, loop, device, self.number, listener, self._resume):
+            return self.metrics, self._precision, False
         sharded = is_sharded(task.module)
         weights = weights_of(task.module) if sharded else {}  # a collective call
         if self.number == 0:
@@ -332,7 +381,7 @@ class _Rank:
                 task.save(Path(folder))
                 storage.delete(spec.draft.path("_model"))
                 storage.upload(Path(folder), spec.draft.path("_model"))
-        return self.metrics, self._precision
+        return self.metrics, self._precision, True
 
     def _resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
@@ -358,6 +407,7 @@ class _Rank:
         metrics = {**progress.metrics, **self._pace.measure(progress)}
         if "flops_per_s" in metrics:
             metrics["mfu"] = metrics.pop("flops_per_s") / (self.world * self._peak_flops)
+        self.preempted = self.preemption() is not None
         if self.number == 0:
             self.send(progress.step, metrics)
         self.metrics.update(metrics, step=progress.step)

@@ -139,6 +139,9 @@ class Listener:
     """(state, this rank's cursor), on every rank; the state's tensors go on training afterwards."""
     save_bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
     """(step, batch) → the URI under which the batch was saved."""
+    is_terminated: Callable[[], bool] = lambda: False
+    """Whether this rank is to end now; called at each step. If one rank says so, all ranks save after the
+    step and end."""
 
 
 def train(
@@ -149,11 +152,13 @@ def train(
     rank: int,
     listener: Listener,
     resume: Callable[[], Saved | None] = lambda: None,
-) -> None:
+) -> bool:
     """Trains up to `task.steps` steps, and leaves the weights that are the result in the module.
 
     `model` is `task.module`, wrapped for its ranks. `listener.checkpoint` is called on every rank every
     `checkpoint_every_steps` and at the end; `resume` returns what an earlier run saved.
+
+    Returns whether it has finished. False: a rank was terminated before; all ranks have saved the same step.
 
     Raises Stopped if the loss or the gradient is not finite `max_skipped_steps` times in a row.
     """
@@ -173,7 +178,8 @@ def train(
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
     meter, skipped_in_a_row, cursor = Meter(device, skipped_steps), 0, None
-    while step < steps and not selection.stop:
+    terminated = False
+    while step < steps and not selection.stop and not terminated:
         # Before a step, not after one: a longer run that goes on from the last step does it, too.
         if task.miner is not None and step > 0 and step % task.miner.every_steps == 0:
             task.miner()
@@ -191,9 +197,15 @@ def train(
         loss, step_metrics = task.backward(model, batch.to(device), autocast)
         norm = optimization.clip()
         # All ranks decide alike, so their weights stay the same. It waits for the device, because the step
-        # must be skipped before the weights move.
+        # must be skipped before the weights move. The second number comes along: a kernel sets it, so
+        # nothing is copied to the device.
         is_finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
-        if reduce_over_ranks(is_finite.int(), dist.ReduceOp.MIN):
+        goes_on = torch.full_like(is_finite, not listener.is_terminated())
+        all_finite, all_go_on = reduce_over_ranks(
+            torch.stack([is_finite, goes_on]).int(), dist.ReduceOp.MIN
+        ).tolist()
+        terminated = not all_go_on
+        if all_finite:
             optimization.optimizer.step()
             meter.add({"loss": loss, "gradient_norm": norm, **step_metrics}, task.work(batch))
             skipped_in_a_row = 0
@@ -208,7 +220,7 @@ def train(
                           f"in a row (loss {loss.item()}, gradient norm {norm.item()}); the last "
                           f"batch: {uri}")  # fmt: skip
         validate = validate_every > 0 and (step % validate_every == 0 or step == steps)
-        save = step % config.checkpoint_every_steps == 0 or step == steps
+        save = step % config.checkpoint_every_steps == 0 or step == steps or terminated
         if not (validate or save or step % config.log_every_steps == 0):
             continue
         metrics, unsaved_minutes = meter.read()
@@ -229,8 +241,10 @@ def train(
             meter.mark_saved()
         if save or validate:
             meter.restart()
-    if selection.weights:
+    finished = step >= steps or selection.stop
+    if finished and selection.weights:
         load_weights(module, selection.weights)
+    return finished
 
 
 def validation_steps(task: Task, config: LoopConfig) -> int:

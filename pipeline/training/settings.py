@@ -293,6 +293,13 @@ class FinetuneConfig:
     """Which layers of the encoders train; the head always trains. top, top4: the last one or four layers.
     The paper freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its
     own."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside the linear layers of the encoders, whose own weights stay (LoRA): of
+    a large encoder the gradients and the optimizer's moments then take little memory. The adapters learn
+    `loop.head_lr_factor` times as fast, and are part of the saved weights. It needs the package peft. 0: no
+    adapters."""
+    lora_alpha: float = 16.0
+    """The adapters' outputs are multiplied by this number divided by `lora_rank`."""
     keep_layers: int = 0
     """Keep only this many first layers of the encoder; 0: all. The smaller, faster model may learn from
     the full one as its teacher."""
@@ -310,10 +317,16 @@ class FinetuneConfig:
             2, self, "finetune", "batch_examples", "valid_examples", "valid_candidates"
         )
         _require_at_least(1, self, "finetune", "negatives", "folds")
-        _require_at_least(0, self, "finetune", "max_steps", "keep_layers")
+        _require_at_least(0, self, "finetune", "max_steps", "keep_layers", "lora_rank")
         require(
             self.epochs is None or self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0, or null"
         )
+        require(not self.lora_rank or self.train_layers == "all", "finetune.train_layers",
+                self.train_layers, "'all' with finetune.lora_rank")  # fmt: skip
+        require(self.lora_alpha > 0, "finetune.lora_alpha", self.lora_alpha, "above 0")
+        alpha = default_of(FinetuneConfig, "lora_alpha")
+        require(self.lora_rank > 0 or self.lora_alpha == alpha, "finetune.lora_alpha", self.lora_alpha,
+                f"{alpha} with finetune.lora_rank 0")  # fmt: skip
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip

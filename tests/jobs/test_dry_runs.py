@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,13 @@ def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere
     assert found["cpu_hours"] > 0 and "measured on cpu" in found["basis"]
     assert "activations come on top" in said["memory_is"]
     assert found["memory_bytes"] == 16 * said["parameters"]
+
+    pytest.importorskip("peft")
+    adapted = finetune.run(replace(config, finetune=replace(config.finetune, lora_rank=1)))
+    trained = adapted["trained_parameters"]
+    assert 0 < trained < adapted["parameters"] == said["parameters"] == said["trained_parameters"]
+    weights = adapted["parameters"] + trained
+    assert adapted["estimate"]["memory_bytes"] == 4 * weights + 12 * trained
 
 
 def test_a_convert_model_is_trained_further_with_its_own_sizes(

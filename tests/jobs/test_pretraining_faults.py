@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -40,7 +41,7 @@ from pipeline.training import estimate
 from pipeline.training.checkpoint import read_saved
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
-from tests.helpers import INTERRUPTED, wait_until
+from tests.helpers import INTERRUPTED, TERMINATED, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
 pytestmark = pytest.mark.timeout(900)  # some train three times, and Ray starts each in seconds
@@ -133,6 +134,12 @@ def curve(encoder: Artifact, since_ms: int = 0, name: str = "loss") -> dict[int,
     return {point.step: point.value for point in points if point.timestamp >= since_ms}
 
 
+def points(encoder: Artifact) -> list[tuple[int, float]]:
+    """All points of the curve of losses; a step that was computed twice has two."""
+    history = mlflow.MlflowClient().get_metric_history(encoder.manifest["run_id"], "loss")
+    return sorted((point.step, point.value) for point in history)
+
+
 def checkpoints(output: Path) -> list[Path]:
     """The folders that are whole, the oldest first; the others may be in the making."""
     found = []
@@ -211,6 +218,87 @@ def test_ctrl_c_ends_a_job_which_can_go_on(start_job, command, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == INTERRUPTED
     assert not (tmp_path / "encoder").exists()
+
+
+def said_step(error: str) -> int:
+    """The step that a terminated job says it has saved."""
+    (step,) = re.findall(r"terminated; step (\d+) is saved", error)
+    return int(step)
+
+
+@pytest.mark.long
+def test_a_job_that_gets_sigterm_saves_its_step_and_goes_on_from_there(
+    start_job, run_job, command, whole, tmp_path
+):
+    """Two workers of a cluster. Only the job's own process gets the signal."""
+    argv = command(tmp_path / "encoder")
+    process = start_job("pretrain", *argv, output=tmp_path / "log")
+    wait_until(lambda: checkpoints(tmp_path / "encoder"), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == TERMINATED
+    said = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert said["exit_code"] == TERMINATED
+    last = read_saved(checkpoints(tmp_path / "encoder")[-1])
+    assert last.state["step"] == said_step(said["error"]) < STEPS
+
+    assert run_job("pretrain", *argv).code == 0
+    encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    assert points(encoder) == sorted(curve(whole.artifact).items())  # no step was computed twice
+
+
+@pytest.mark.long
+def test_a_worker_that_gets_sigterm_saves_its_step_and_others_go_on(
+    start_job, command, whole, tmp_path
+):
+    argv = command(tmp_path / "encoder")
+    process = start_job("pretrain", *argv, output=tmp_path / "log")
+    wait_until(lambda: checkpoints(tmp_path / "encoder"), process)
+    workers = [
+        each for each in psutil.Process(process.pid).children(recursive=True)
+        if "RayTrainWorker" in " ".join(each.cmdline())
+    ]  # fmt: skip
+    workers[-1].terminate()
+    assert process.wait(timeout=200) == 0
+    assert re.search(r"is going; step \d+ is saved", (tmp_path / "log").read_text())
+    encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    assert points(encoder) == sorted(curve(whole.artifact).items())
+
+
+@dataclass(frozen=True)
+class Terminated(Pretraining):
+    """Its process gets SIGTERM in step 13 of a run from the start."""
+
+    def build(self, rank, world):
+        task = Pretraining.build(self, rank, world)
+        before_step, is_first = task.before_step, []
+
+        def terminate(step):
+            before_step(step)
+            is_first.append(step)
+            if step == 12 and is_first[0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        task.before_step = terminate
+        return task
+
+
+def test_a_job_that_gets_sigterm_goes_on_from_the_step_that_it_names(
+    run_job_here, command, whole_here, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pipeline.training.pretraining.Pretraining", Terminated)
+    argv = command(tmp_path / "encoder", "--loop.checkpoint-every-steps", 100, steps=30)
+    finished = run_job_here("pretrain", *argv)
+    assert finished.code == TERMINATED
+    step = said_step(line_of(finished))
+    assert 13 <= step < 30
+    (saved,) = checkpoints(tmp_path / "encoder")
+    assert read_saved(saved).state["step"] == step
+    assert run_job_here("pretrain", *argv).summary["counts"]["steps"] == 30
+    encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
+    assert same_weights(encoder, whole_here.artifact)
+    assert points(encoder) == sorted(curve(whole_here.artifact).items())
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from jobs import finetune
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import parse
+from pipeline.config import digest, from_dict, parse
 from pipeline.engine import executors
+from pipeline.engine.draft import describe_request
 from pipeline.models.ranker import load_ranker
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
@@ -137,6 +138,16 @@ def test_the_manifest_names_the_whole_ancestry(trained, convai2_corpus, encoder)
     assert inputs["encoder"]["inputs"]["corpus"]["fingerprint"] == convai2_corpus.fingerprint
 
 
+def test_adapters_that_a_ranker_does_not_have_are_no_part_of_its_identity(trained):
+    """Else rankers from before there were adapters would be unknown."""
+    made = trained("poly").artifact
+    config = from_dict(finetune.Config, {**made.manifest["config"], "output": made.uri})
+    request = describe_request("ranker", config, made.manifest["inputs"], ["continue_from"])
+    settings = request["config"]
+    assert (settings.pop("finetune.lora_rank"), settings.pop("finetune.lora_alpha")) == (0, 16.0)
+    assert digest(request) == made.manifest["request"]
+
+
 def test_an_external_encoder_is_named_by_its_contents_wherever_it_lies(
     run_job_here, trained, convai2_corpus, encoder, tmp_path
 ):
@@ -187,6 +198,25 @@ def test_a_registered_model_is_the_candidate_of_its_name(trained):
     assert version.source == artifact.uri
     assert version.tags["fingerprint"] == artifact.fingerprint
     assert version.run_id == artifact.manifest["run_id"]
+
+
+def test_a_ranker_that_was_trained_by_adapters_is_a_plain_one(
+    run_job_here, convai2_corpus, encoder, tmp_path
+):
+    pytest.importorskip("peft")
+    output = tmp_path / "out"
+    argv = arguments("poly", convai2_corpus.uri, encoder, output, "--finetune.lora-rank", 2)
+    made = run_job_here("finetune", *argv).summary
+    assert made["counts"]["parameters"] == load_ranker(output).parameter_count
+    start = load_file(encoder / "model.safetensors")
+    for tower in ("context_encoder", "candidate_encoder"):
+        now = load_file(output / tower / "model.safetensors")
+        assert now.keys() == start.keys()
+        moved = {name for name in now if not torch.equal(now[name], start[name])}
+        assert moved == {
+            name for name, value in now.items() if value.dim() == 2 and name.startswith("encoder.")
+        }
+    assert run_job_here("finetune", *argv).summary["already_done"] is True
 
 
 # Again

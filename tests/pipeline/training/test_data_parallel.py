@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import weakref
@@ -44,7 +45,7 @@ def gradients(recipe, rank, world):
     return found
 
 
-def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
+def trained(recipe, rank, world, *, shard=False, disk=None, start=None, terminated=lambda: False):
     """The whole weights after the last step, and the losses by step."""
     task, losses = recipe.build(rank, world), {}
     if shard:
@@ -64,8 +65,9 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
             write_state(state, folder)
 
     listener = Listener(
-        lambda progress: losses.__setitem__(progress.step, dict(progress.metrics)), checkpoint
-    )
+        lambda progress: losses.__setitem__(progress.step, dict(progress.metrics)), checkpoint,
+        is_terminated=terminated,
+    )  # fmt: skip
     train(
         task, model, recipe.loop, CPU, rank, listener, lambda: read_saved(start) if start else None
     )
@@ -102,6 +104,11 @@ def work(folder, rank):
     start = folder / "whole" / str(HALF)
     found["sharded from whole"] = trained(recipes["dropout"], rank, WORLD, shard=True, start=start)
     found["gathered at once"] = gathered_at_once(recipes["dropout"], rank)
+    last_only, step = folder / "terminated", itertools.count(1)
+    found["terminated"] = trained(
+        replace(recipes["dropout"], loop=replace(recipes["dropout"].loop, checkpoint_every_steps=99)),
+        rank, WORLD, disk=last_only, terminated=lambda: rank == 1 and next(step) == STEPS - 1,
+    )  # fmt: skip
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -271,6 +278,16 @@ def test_two_ranks_train_what_one_does(ranks, alone, name):
                 if metric in shown:
                     found = rank[name]["shown"][step][metric]
                     assert found == pytest.approx(shown[metric], abs=1e-4), (step, metric)
+
+
+def test_all_ranks_end_at_the_step_in_which_one_is_terminated(recipes, ranks, folder, alone):
+    """And have saved it: the run continues from there."""
+    assert [list(rank["terminated"]["shown"]) for rank in ranks] == [[1, 2, 3]] * WORLD
+    (saved,) = (folder / "terminated").iterdir()
+    assert saved.name == "3"
+    resumed = trained(recipes["dropout"], 0, 1, start=saved)
+    assert list(resumed["shown"]) == [STEPS]
+    assert_close(resumed["weights"], alone["weights"])
 
 
 def test_sharded_weights_are_copied_tensor_by_tensor(ranks):

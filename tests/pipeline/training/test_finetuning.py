@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.models import inference
-from pipeline.models.encoder import has_dropout
+from pipeline.models.encoder import Encoder, has_dropout, prepare_for_training
 from pipeline.models.pretraining_heads import NEXT_HEAD
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
@@ -76,6 +78,8 @@ _NO_TEACHER = "has nothing of jobs.score_candidates --teaching.over"
     ({"rows_per_file": 20, "folds": 3}, "finetune.folds: 3 is not allowed; allowed: 1 to 2, the files of"),
     ({"encoder": {"layers": 3}, "keep_layers": 4}, "finetune.keep_layers: 4 is not allowed; allowed: 0 to 3, "
      "the encoder's layers"),
+    ({"lora_rank": 2, "train_layers": "top"}, "finetune.train_layers: 'top' is not allowed; allowed: 'all'"),
+    ({"lora_alpha": 3.0}, "finetune.lora_alpha: 3.0 is not allowed; allowed: 16.0 with finetune.lora_rank 0"),
     ({"world": 9}, "finetune.batch_examples: 8 is not allowed; allowed: at least the 9 workers"),
     ({"batch_examples": 41}, "too few for a batch of 41"),
 ])  # fmt: skip
@@ -329,6 +333,105 @@ def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
             torch.testing.assert_close(
                 tower.eval()(ids_BT).last_hidden_state, expected_BTD, rtol=0, atol=1e-3
             )
+
+
+@pytest.mark.parametrize(
+    ("ranker", "encoder"),
+    [
+        ({"architecture": "poly", "m": 3, "share_towers": True}, "bert"),
+        ({"architecture": "bi"}, "modernbert"),
+        ({"architecture": "cross"}, "bert"),
+    ],
+)
+def test_adapters_train_beside_weights_that_stay_and_are_merged_in_the_end(
+    tiny, ranker, encoder, tmp_path
+):
+    """The saved ranker is a plain one, and scores as the trained one does."""
+    pytest.importorskip("peft")
+    config = LoopConfig(learning_rate=0.01, warmup_steps=0)
+    made = recipe(
+        tiny,
+        encoder={"architecture": encoder},
+        loop=config,
+        lora_rank=2,
+        lora_alpha=8.0,
+        max_steps=3,
+    )
+    lengths = {"max_context_tokens": 24, "max_candidate_tokens": 12}
+    made = replace(made, ranker=ranker_config({**ranker, **lengths}))
+    task = made.build(0, 1)
+    prepare_for_training(task.module, torch.device("cpu"))
+    before = {name: value.detach().clone() for name, value in task.module.named_parameters()}
+    listener = Listener(lambda progress: None, lambda state, cursor: None)
+    assert train(task, task.module, config, torch.device("cpu"), 0, listener)
+    parameters = dict(task.module.named_parameters())
+    moved = {name for name, value in parameters.items() if not torch.equal(value, before[name])}
+    adapters = {name for name in parameters if ".lora_" in name}
+    heads = {name for name in parameters if "encoder." not in name}
+    towers = 2 if ranker["architecture"] == "bi" else 1
+    linear_layers = {"bert": 6, "modernbert": 4}[encoder]  # of each of the two layers
+    assert len(adapters) == 2 * 2 * linear_layers * towers
+    # Added to all scores of a softmax, it has no gradient but for rounding.
+    assert (adapters | heads) - {"network.score.bias"} <= moved <= adapters | heads
+
+    batch = next(task.batches.start())[0]
+    with torch.inference_mode():
+        expected = task.module.eval().encode(batch)
+        task.save(tmp_path)
+        saved = load_ranker(tmp_path)
+        found = replace(made, finetune=FinetuneConfig(batch_examples=8)).build(0, 1).module.eval()
+        found.network.load_state_dict(saved.network.state_dict())
+        for one, other in zip(found.encode(batch), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert sum(value.numel() for value in saved.parameters()) == task.parameters
+    start = load_file(made.encoder.local() / "model.safetensors")
+    changed = [
+        name
+        for folder in (path.parent for path in tmp_path.glob("*/config.json"))
+        for name, value in load_file(folder / "model.safetensors").items()
+        if not torch.equal(value, start[name])
+    ]
+    assert len(changed) == 2 * linear_layers * towers
+
+
+def test_adapters_learn_alike_packed_padded_in_chunks_and_where_layers_are_computed_again(tiny):
+    pytest.importorskip("peft")
+    rows = [{"context": [f"w{n}"] * (1 + n % 7), "response": f"w{n + 50}"} for n in range(8)]
+
+    def gradients(change=lambda encoder: None, **finetune):
+        made = recipe(tiny, lora_rank=2, dropout=0.0, **finetune)
+        task = replace(made, corpus=tiny.corpus(rows)).build(0, 1)
+        prepare_for_training(task.module, torch.device("cpu"))
+        change(task.ranker.dual.context_encoder)
+        batch = next(task.batches.start())[0]
+        task.backward(task.module.train(), batch, nullcontext())
+        return {name: value.grad for name, value in task.module.named_parameters()}
+
+    expected = gradients()
+    assert any(value is not None and value.any() for value in expected.values())
+    padded = gradients(lambda encoder: setattr(encoder, "packs", False))
+    for other in (padded, gradients(Encoder.recompute_layers), gradients(chunk_examples=3)):
+        for name, value in expected.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_adapters_learn_as_fast_as_new_heads(tiny):
+    pytest.importorskip("peft")
+    task = recipe(tiny, lora_rank=2).build(0, 1)
+    names = {id(value): name for name, value in task.module.named_parameters()}
+    groups = task.optimize().optimizer.param_groups
+    factors = {names[id(value)]: group["factor"] for group in groups for value in group["params"]}
+    assert set(factors.values()) == {10.0}
+    assert {name for name in factors if ".lora_" not in name} == {"network.codes_MD"}
+
+
+def test_without_its_package_adapters_are_refused_in_one_line(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        BadInput, match=r"finetune.lora_rank: 2 needs the package peft; pip install"
+    ):
+        recipe(tiny, lora_rank=2).build(0, 1)
+    recipe(tiny).build(0, 1)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -32,9 +33,9 @@ CPU = torch.device("cpu")
 class Run:
     """A training, what it reported, and its checkpoints as bytes, as a disk keeps them."""
 
-    def __init__(self, make, steps, *, checkpoint=None, disk=None, **config):
+    def __init__(self, make, steps, *, checkpoint=None, disk=None, terminated_in=None, **config):
         """`make(config, steps)` builds the task; `checkpoint`: one of an earlier run, which this one
-        continues as if it had been killed there."""
+        continues as if it had been killed there. `terminated_in`: the step in which it is told to end."""
         self.progress, self.checkpoints = [], {} if disk is None else disk
         settings = {"checkpoint_every_steps": 5, "log_every_steps": 1, "precision": "fp32"}
         loop_config = LoopConfig(**{**settings, **config})
@@ -50,9 +51,14 @@ class Run:
                 files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
             self.checkpoints[state["step"]] = files
 
-        listener = Listener(self.progress.append, on_checkpoint, lambda step, batch: "there")
+        in_step = itertools.count(1)
+        listener = Listener(
+            self.progress.append, on_checkpoint, lambda step, batch: "there",
+            lambda: next(in_step) == terminated_in,
+        )  # fmt: skip
         prepare_for_training(self.task.module, CPU)
-        train(self.task, self.task.module, loop_config, CPU, 0, listener, resume)
+        module = self.task.module
+        self.finished = train(self.task, module, loop_config, CPU, 0, listener, resume)
 
     @property
     def weights(self):
@@ -127,7 +133,12 @@ def pretraining(tiny, corpus):
     return make
 
 
-TASKS = {"poly": finetuning, "pretraining": pretraining}
+def adapters(tiny, corpus):
+    pytest.importorskip("peft")
+    return finetuning(tiny, corpus, finetune={"lora_rank": 2})
+
+
+TASKS = {"poly": finetuning, "adapters": adapters, "pretraining": pretraining}
 
 
 def same(left, right):
@@ -156,6 +167,20 @@ def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
     assert [progress.step for progress in resumed.progress] == list(range(4, 10))
     assert resumed.shown("loss") == whole.shown("loss")[3:]
     assert resumed.checkpoints == {step: whole.checkpoints[step] for step in (6, 9)}
+
+    terminated = run(terminated_in=4)
+    assert (whole.finished, terminated.finished) == (True, False)
+    assert terminated.checkpoints.keys() == {3, 4}
+    resumed = run(checkpoint=terminated.checkpoints[4])
+    assert same(resumed.weights, whole.weights)
+    assert terminated.shown("loss") + resumed.shown("loss") == whole.shown("loss")
+
+
+def test_a_run_that_is_terminated_in_its_last_step_has_finished(tiny):
+    run = Run(told((0.9, 1.0), (0.5, 2.0)), 2, terminated_in=2, validate_every_steps=1)
+    assert run.finished
+    best = read(run.checkpoints[2], read_state)["selection"]["weights"]
+    assert same(run.weights, best)
 
 
 def test_weights_depend_on_the_seeds_of_data_and_dropout(tiny):
