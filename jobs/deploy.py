@@ -19,7 +19,8 @@ _LOOK_EVERY_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Deploys the applications of a file of Ray Serve, and waits until all of them run.
+    """Deploys the applications of a file of Ray Serve, and waits until all of them run. Those of an earlier
+    file that this one does not name are removed.
 
     `serve deploy` sends the same file, and succeeds before the first replica starts. A `working_dir` that
     ends in / is a folder: this checkout's packages are written there as an archive, which replicas unpack.
