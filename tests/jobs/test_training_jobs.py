@@ -208,8 +208,8 @@ def test_a_ranker_that_was_trained_by_adapters_is_a_plain_one(
     argv = arguments("poly", convai2_corpus.uri, encoder, output, "--finetune.lora-rank", 2)
     made = run_job_here("finetune", *argv).summary
     assert made["counts"]["parameters"] == load_ranker(output).parameter_count
-    start = load_file(encoder / "model.safetensors")
     for tower in ("context_encoder", "candidate_encoder"):
+        start = load_file(encoder.parent / tower / "model.safetensors")
         now = load_file(output / tower / "model.safetensors")
         assert now.keys() == start.keys()
         moved = {name for name in now if not torch.equal(now[name], start[name])}
