@@ -142,7 +142,8 @@ def test_adapters_that_a_ranker_does_not_have_are_no_part_of_its_identity(traine
     """Else rankers from before there were adapters would be unknown."""
     made = trained("poly").artifact
     config = from_dict(finetune.Config, {**made.manifest["config"], "output": made.uri})
-    request = describe_request("ranker", config, made.manifest["inputs"], ["continue_from"])
+    unused = ["continue_from", "guide", "finetune.guide"]
+    request = describe_request("ranker", config, made.manifest["inputs"], unused)
     settings = request["config"]
     assert (settings.pop("finetune.lora_rank"), settings.pop("finetune.lora_alpha")) == (0, 16.0)
     assert digest(request) == made.manifest["request"]
