@@ -175,7 +175,7 @@ def test_a_node_that_is_drained_costs_no_step(options, tmp_path):
     ):
         wait_until(lambda: len(steps(2)) > 30, process)
         on_driver = (notes / "driver").read_text()
-        (victim,) = (node.unique_id for node in nodes.workers if node.unique_id != on_driver)
+        victim, *_ = (node.node_id for node in nodes.workers if node.node_id != on_driver)
         subprocess.run(
             [Path(sys.executable).with_name("ray"), "drain-node", "--address", nodes.address,
              "--node-id", victim, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
