@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 class Result:
     """A candidate. `id` is the client's or the pool's, or the text's place in the request. `columns` are the
     pool's. `known_context`: the turns of the candidate's known context (such as a FAQ's question) that is
-    nearest to the request's; null where the pool has none, or too many. `weights`, with `explain`: the share
-    of each context vector in the score; they add up to 1."""
+    nearest to the request's; null where the pool has none or too many, and until they are encoded. `weights`,
+    with `explain`: the share of each context vector in the score; they add up to 1."""
 
     id: str
     text: str

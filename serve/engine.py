@@ -188,9 +188,6 @@ class Engine:
             self.searches = {
                 name: search_stage(pool, attention) for name, pool in self.pools.items()
             }
-        known = {name: KnownContexts.of(pool, self.ranker) for name, pool in self.pools.items()}
-        self.known_contexts = {name: contexts for name, contexts in known.items() if contexts}
-        """By the pool's name; of pools whose candidates have some, and not too many."""
         self.masks = Masks()
         self._warm_up()
         for pool in self.pools.values():
@@ -198,6 +195,11 @@ class Engine:
                 device.warm_up(pool.on_device, self.ranker.config.vectors_per_context)
         for pool in self.pools.values():
             self._check(pool)
+        known = {name: KnownContexts.of(pool, self.ranker) for name, pool in self.pools.items()}
+        self.known_contexts = {name: contexts for name, contexts in known.items() if contexts}
+        """By the pool's name; of pools whose candidates have some, and not too many."""
+        for contexts in self.known_contexts.values():
+            self._closing.callback(contexts.close)
         for pool_of_shards in self.sharded.values():
             self._check_vectors(pool_of_shards.uri, pool_of_shards.canaries)
 

@@ -1,11 +1,13 @@
 """The known contexts of a pool's candidates, such as the questions of a FAQ's answers: which one is nearest.
 
-A pool stores their texts, not their vectors, so they are encoded when the pool is loaded.
+A pool stores their texts, not their vectors. They are encoded after the pool is loaded, in a thread, so that
+the first answers do not wait for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +19,8 @@ from pipeline.models.ranker import Ranker
 from pipeline.pools.pool import Pool, known_contexts
 
 MOST = 5_000
-"""A pool with more rows or known contexts names none: each new version would wait for them to be encoded."""
+"""A pool with more rows or known contexts names none: they would take the cores of requests for minutes."""
+_AT_ONCE = 64
 
 
 class KnownContexts:
@@ -30,8 +33,10 @@ class KnownContexts:
         vector of a context."""
         self._contexts = list(itertools.chain.from_iterable(contexts_of_place))
         self._ends = list(itertools.accumulate(map(len, contexts_of_place)))
-        vectors_K1D, _ = inference.context_vectors(ranker, self._contexts)
-        self._vectors_KD = normalize(vectors_K1D[:, 0])
+        self._vectors_KD: Tensor | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._encode, args=[ranker], daemon=True)
+        self._thread.start()
 
     @classmethod
     def of(cls, pool: Pool, ranker: Ranker) -> KnownContexts | None:
@@ -44,8 +49,10 @@ class KnownContexts:
         return cls(ranker, contexts_of_place)
 
     def nearest(self, vector_D: Tensor, places: Sequence[int]) -> list[list[str] | None]:
-        """The nearest known context of the candidate at each place; None: it has none. `vector_D`: the
-        question's."""
+        """The nearest known context of the candidate at each place; None: it has none, or they are not all
+        encoded yet. `vector_D`: the question's."""
+        if self._vectors_KD is None:
+            return [None] * len(places)
         cosines_K = self._vectors_KD @ vector_D
         nearest: list[list[str] | None] = []
         for place in places:
@@ -53,3 +60,22 @@ class KnownContexts:
             best = start + int(torch.argmax(cosines_K[start:end])) if end > start else None
             nearest.append(None if best is None else list(self._contexts[best]))
         return nearest
+
+    def wait(self) -> None:
+        """Until all known contexts are encoded."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Encodes no more of them."""
+        self._closed.set()
+        self._thread.join()
+
+    def _encode(self, ranker: Ranker) -> None:
+        parts = list[Tensor]()
+        for start in range(0, len(self._contexts), _AT_ONCE):
+            if self._closed.is_set():
+                return
+            part = self._contexts[start : start + _AT_ONCE]
+            vectors_K1D, _ = inference.context_vectors(ranker, part)
+            parts.append(normalize(vectors_K1D[:, 0]))
+        self._vectors_KD = torch.cat(parts)

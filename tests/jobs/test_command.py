@@ -119,7 +119,10 @@ def test_a_job_is_run(polyrank, tmp_path):
     arguments = ("--format", "pairs", "--input", f"{tmp_path}/a.csv", "--output", f"{tmp_path}/out")
     code, _, error = polyrank("prepare_corpus", *arguments)
     assert code == 2
-    assert "pairs.context_column: 'context' and pairs.response_column: 'response' are not allowed" in error
+    assert (
+        "pairs.context_column: 'context' and pairs.response_column: 'response' are not allowed"
+        in error
+    )
 
 
 def in_terminal(*words: object) -> tuple[int, str]:

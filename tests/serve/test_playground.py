@@ -138,7 +138,9 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
                "known_contexts": list(map(json.dumps, contexts))}  # fmt: skip
     publish_pool(out, [(pa.table(columns), turned)])
     make_current(str(pools), "faq", "v-1")
-    return asking(model, str(pools / "faq"))
+    asked = asking(model, str(pools / "faq"))
+    asked.engine.known_contexts["faq"].wait()
+    return asked
 
 
 def known_in(client: TestClient, question: str) -> dict[str, list[str] | None]:
