@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.config import BadInput, Stopped
+from pipeline.config import BadInput, Stopped, require
 from pipeline.engine import executors
 
 _STARTS_TOO_SLOWLY = "timed out during startup"
@@ -94,9 +95,15 @@ def _without_line_of_log_level() -> Iterator[None]:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises BadInput for a port in use: Serve would listen too, and either of the two would answer."""
-    if is_open("127.0.0.1" if host == "0.0.0.0" else host, port):
-        raise BadInput(f"--port {port}: in use; choose another")
+    """Raises BadInput where no server can listen, and for a port in use: Serve would listen too, and either
+    of the two would answer."""
+    require(1 <= port <= 65535, "port", port, "1 to 65535")
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        is_used = error.errno == errno.EADDRINUSE
+        reason = "in use; choose another" if is_used else f"{host}: {error.strerror}"
+        raise BadInput(f"--port {port}: {reason}") from None
 
 
 def is_open(address: str, port: int) -> bool:

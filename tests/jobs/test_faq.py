@@ -282,6 +282,8 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
         options = ("--port", port, "--work", tmp_path / "my")
         said = run_job_here("faq", tmp_path / "faq.csv", *options).refusal
     assert f"--port {port}: in use" in said and not (tmp_path / "my").exists()
+    said = run_job_here("faq", tmp_path / "faq.csv", "--port", 70_000).refusal
+    assert "port: 70000 is not allowed; allowed: 1 to 65535" in said
 
 
 def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):

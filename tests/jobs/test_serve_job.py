@@ -17,6 +17,7 @@ from tests.helpers import free_port
     (("--arguments", "precision"), "arguments: 'precision' is not allowed; allowed: name=value"),
     (("--pools", "nowhere/pools/p"), "nowhere/pools/p"),
     (("--port", 0), "port: 0 is not allowed; allowed: 1 to 65535"),
+    (("--host", "192.0.2.1"), "--port 8000: 192.0.2.1: Cannot assign requested address"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_one_line(run_job_here, tiny_ranker, arguments, message):
     refusal = run_job_here("serve", "--model", tiny_ranker("bi").uri, *arguments).refusal
