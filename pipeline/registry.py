@@ -29,10 +29,17 @@ ResultT = TypeVar("ResultT")
 _CAUSES = re.compile(
     r"(Read|Connection to \S+) timed out.*?\d\)|\[Errno -?\d+\] [\w ]+|Failed to resolve '[^']*'"
     r"|too many \d+ error responses|error code \d+ != 200.*|connection to server .*"
+    r"|\[SSL: \w+\] [^('\"]*[^('\" ]|Connection reset by peer|Remote end closed connection"
+    r"|got unsupported URI '[^']*'|The filesystem tracking backend .*? is in maintenance mode"
 )
+_NO_SCHEME = re.compile(r"[\w.-]+:\d+(?:/.*)?")  # localhost:5000
 _HINTS = {
     "Invalid Host header": "name the host of this address in the server's --allowed-hosts",
     "locate revision": "another version of MLflow made this data base",
+    "CERTIFICATE_VERIFY_FAILED": "MLFLOW_TRACKING_SERVER_CERT_PATH names the file of its authority",
+    "WRONG_VERSION_NUMBER": "the server may speak http in place of https",
+    "unsupported URI": "allowed: http://, https://, sqlite:///FILE, postgresql://",
+    "filesystem tracking": "name a server, or a data base as sqlite:///FILE",
     "error code 401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
 }
 
@@ -112,6 +119,9 @@ def answers(question: str = "") -> Iterator[None]:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
+    address = mlflow.get_tracking_uri()
+    # To MLflow 127.0.0.1:5000 is the name of a folder.
+    require(not _NO_SCHEME.fullmatch(address), "MLFLOW_TRACKING_URI", address, f"http://{address}")
     try:
         yield
     except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:

@@ -87,6 +87,25 @@ def test_a_server_that_is_away_ends_a_job_at_once(prepare, use_server, tracking_
     assert prepare().summary["counts"]["examples"] == 2
 
 
+def test_an_address_without_its_scheme_is_refused(prepare, use_server, tmp_path, monkeypatch):
+    """MLflow takes it as the name of a folder."""
+    monkeypatch.chdir(tmp_path)
+    use_server("127.0.0.1:5000")
+    said = "MLFLOW_TRACKING_URI: '127.0.0.1:5000' is not allowed; allowed: http://127.0.0.1:5000"
+    assert_one_line(prepare(), 2, said)
+    for address, parts in (
+        ("ftp://server", ["got unsupported URI 'ftp://server'; allowed: http://, https://"]),
+        ("mlruns", ["is in maintenance mode; name a server, or a data base as sqlite:///FILE"]),
+    ):
+        use_server(address)
+        assert_one_line(prepare(), 2, f"MLFLOW_TRACKING_URI {address}: ", *parts)
+
+
+def test_https_to_a_server_of_http_is_named(prepare, use_server, answering):
+    use_server(answering(200, "{}").replace("http:", "https:"))
+    assert_one_line(prepare(), 1, "[SSL: ", "; the server may speak http in place of https")
+
+
 def test_a_server_that_takes_requests_and_is_silent_ends_a_job(prepare, use_server):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use_server(f"http://127.0.0.1:{silent.getsockname()[1]}")
