@@ -47,9 +47,9 @@ _IN_FOLDERS = ("hwu64", "snips")
 _SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))
 _PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
 _VALID_HASH = "valid "  # before an id: another draw than for a file that names no split
-# CLINC150 comes in four sizes in one folder, BANKING77 of DialoGLUE with 5 and 10 texts of each intent.
+# CLINC150 comes in four sizes in one folder, all sets of DialoGLUE with 5 and 10 texts of each intent, too.
 _VARIANT = re.compile(
-    r"(?P<texts>data|train)(?:_(?:full|small|imbalanced|oos_plus|\d+))?\.(?:json|csv)"
+    r"(?P<texts>data|train)(?:[_-](?:full|small|imbalanced|oos_plus|\d+(?:_?shots?)?))?(?:\.json|\.csv)?"
 )
 _WORD_BORDER = re.compile(r"_+|(?<=[a-z])(?=[A-Z])")  # alarm_query, AddToPlaylist
 
@@ -130,10 +130,11 @@ def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]
         raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
     first_variants = dict[str, str]()
     for uri in files:
-        if match := _VARIANT.fullmatch(raw.plain_name(uri)):
-            first = first_variants.setdefault(f"{storage.parent_of(uri)} {match['texts']}", uri)
-            if first != uri:
-                raise BadInput(f"--input: {first} and {storage.name_of(uri)} are variants of the same texts; "
+        if match := _VARIANT.fullmatch(_id_of_file(uri)):
+            named = storage.parent_of(uri) if companion else uri
+            first = first_variants.setdefault(match["texts"], named)
+            if first != named:
+                raise BadInput(f"--input: {first} and {named} are variants of the same texts; "
                                f"allowed: one of them, such as --input {first}")  # fmt: skip
     companions = [storage.join(storage.parent_of(uri), companion) for uri in files if companion]
     for uri in companions:

@@ -168,8 +168,8 @@ def test_a_folder_that_names_no_split_is_refused(prepare):
 
 
 def test_two_folders_of_one_name_are_refused(prepare):
-    with pytest.raises(BadInput, match="2 files are named train"):
-        prepare("snips", {f"{n}/train/{f}": "a\n" for n in (1, 2) for f in ("seq.in", "label")})
+    with pytest.raises(BadInput, match="2 files are named test"):
+        prepare("snips", {f"{n}/test/{f}": "a\n" for n in (1, 2) for f in ("seq.in", "label")})
 
 
 @pytest.mark.parametrize("corpus", intents.CORPORA)
@@ -183,10 +183,13 @@ def test_files_of_none_of_its_names_are_refused(prepare, corpus):
     [
         ("clinc150", ["data_full.json", "data_small.json", "domains.json"]),
         ("banking77", ["train.csv", "train_10.csv"]),
+        ("banking77", ["train.csv", "few/train-5shot.csv"]),
+        ("hwu64", ["train/seq.in", "train_5/seq.in", "train/label", "train_5/label"]),
     ],
 )
 def test_variants_of_the_same_texts_are_refused(prepare, corpus, names):
-    with pytest.raises(BadInput, match=f"{names[0]} and {names[1]} are variants of the same texts"):
+    first, second = (name.removesuffix("/seq.in") for name in names[:2])
+    with pytest.raises(BadInput, match=f"{first} and .*{second} are variants of the same texts"):
         prepare(corpus, dict.fromkeys(names, "{}"))
 
 
