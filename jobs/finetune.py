@@ -216,6 +216,9 @@ def _say_what_is_left_out(ranker: RankerConfig, source: Source, reference: Refer
     if reduction and reduction != ranker.reduction:
         print(f"the encoder was trained with the reduction {reduction!r}, this ranker has "
               f"--ranker.reduction {ranker.reduction}", flush=True)  # fmt: skip
+    if "Normalize" in modules and not ranker.vector_length:
+        print("the encoder's vectors have length 1, those of this ranker any (--ranker.vector-length 0)",
+              flush=True)  # fmt: skip
     if "Dense" in modules:
         print("the encoder's Dense layer is left out; jobs.convert_model keeps it, without training",
               flush=True)  # fmt: skip

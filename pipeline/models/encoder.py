@@ -21,6 +21,10 @@ from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.settings import Shape, TrainLayers
 from pipeline.models.tokens import Tokens
 
+ADAPTER = "adapter_config.json"
+"""The file of a model that the package peft saved: weights beside those of another model (LoRA)."""
+HOW_TO_MERGE = "an adapter of another model; merge it by peft's merge_and_unload and save that"
+
 
 def new_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any:
     """The `transformers` config of a new encoder; `special`: ids of the tokens "pad", "cls", "sep"."""
@@ -199,6 +203,9 @@ def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
 
     Raises BadInput where there is no such model.
     """
+    # With peft, transformers would look for the other model; without it, leave the adapter out.
+    if (folder / ADAPTER).exists():
+        raise BadInput(f"{folder}: {ADAPTER} is {HOW_TO_MERGE}")
     if not (folder / "config.json").exists():
         raise BadInput(f"{folder}: not a model directory (config.json is missing)")
     if not list(folder.glob("*.safetensors")):

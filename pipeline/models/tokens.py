@@ -272,5 +272,6 @@ def _tail(text: str, characters: int) -> str:
 def _special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     token = getattr(tokenizer, f"{name}_id")
     if token is None:
-        raise BadInput(f"{tokenizer.name_or_path}: the tokenizer has no {name}")
+        raise BadInput(f"{tokenizer.name_or_path}: the tokenizer has no {name}; allowed: models of texts as "
+                       "[CLS] text [SEP], such as BERT, RoBERTa and ModernBERT")  # fmt: skip
     return int(token)

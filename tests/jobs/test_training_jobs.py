@@ -297,6 +297,7 @@ def test_prompts_of_a_published_encoder_go_from_ranker_to_ranker(
     shown = run_job_here("finetune", *argv).stdout
     assert "trained with the reduction 'max', this ranker has --ranker.reduction mean" in shown
     assert "the encoder's Dense layer is left out" in shown
+    assert "the encoder's vectors have length 1, those of this ranker any" in shown
     by_hand = arguments(
         "bi", convai2_corpus.uri, published, tmp_path / "own", "--finetune.epochs", 0,
         "--ranker.context-prompt", "ask: ",

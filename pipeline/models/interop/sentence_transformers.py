@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import BadInput, require
-from pipeline.models.encoder import Encoder, read_weights
+from pipeline.models.encoder import ADAPTER, HOW_TO_MERGE, Encoder, read_weights
 from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
 from pipeline.models.ranker import Ranker, new_network, set_head
 from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Reduction
@@ -57,6 +57,8 @@ _ACTIVATIONS = {
     name: f"torch.nn.modules.activation.{layer}"
     for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
 }
+_CLASSIFIER = "ForSequenceClassification"
+_VECTOR = "sentence_embedding"  # its name between modules
 _IDENTITY = "torch.nn.modules.linear.Identity"
 _CLASSIFIERS = {
     "albert": ("albert.pooler", "tanh", "classifier"),
@@ -87,6 +89,8 @@ class _Transformer:
     encoder: Encoder
     tokenizer: Tokenizer
     max_tokens: int
+    limits: Lengths
+    """Those of queries and documents, at most `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     path = folder / "config_sentence_transformers.json"
     metadata = _json(path) if path.exists() else {}
     architecture = (config.get("architectures") or [""])[0]
-    if architecture.endswith("ForSequenceClassification"):
+    # With modules behind it, the Transformer gives vectors: its classifier, if any, is unused.
+    if architecture.endswith(_CLASSIFIER) and len(_modules(folder)) < 2:
         kind = config.get("model_type")
         require(kind in _CLASSIFIERS, f"{folder / 'config.json'}: model_type", kind,
                 ", ".join(_CLASSIFIERS))  # fmt: skip
@@ -180,8 +185,8 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
         share_towers=len(chains) == 1,
         projection=len(context.layers[0].weight) if context.layers else 0,
         vector_length=context.length,
-        max_context_tokens=lengths.context or context.transformer.max_tokens,
-        max_candidate_tokens=lengths.candidate or candidate.transformer.max_tokens,
+        max_context_tokens=lengths.context or context.transformer.limits.context,
+        max_candidate_tokens=lengths.candidate or candidate.transformer.limits.candidate,
         context_prompt=context.prompts.context,
         candidate_prompt=candidate.prompts.candidate,
     )
@@ -285,19 +290,16 @@ def _ranker(
 def _chain(folder: Path) -> _Chain:
     path = folder / "modules.json"
     if not path.exists():
-        raise BadInput(f"{folder}: not of sentence-transformers (modules.json is missing)")
-    library = "sentence_transformers."
-    modules = []
-    for entry in _json(path):
-        kind = entry["type"]
-        kind = kind.split(".")[-1] if kind.startswith(library) else kind
-        modules.append((kind, folder / entry["path"]))
+        reason = f"modules.json is missing{_other_model(folder)}"
+        raise BadInput(f"{folder}: not of sentence-transformers ({reason})")
+    modules = _modules(folder)
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
     layers: list[_Dense] = []
     length = 0.0
     for kind, place in modules[2:]:
+        _require_vectors(place)
         if kind == "Normalize":
             length = 1.0
         elif length:
@@ -314,6 +316,37 @@ def _chain(folder: Path) -> _Chain:
     return _Chain(transformer, _reduction(modules[1][1]), tuple(layers), length, prompts)
 
 
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """(kind, folder) of each entry of modules.json; [] without the file. Of a module from elsewhere the kind
+    is its whole name."""
+    path = folder / "modules.json"
+    modules = []
+    for entry in _json(path) if path.exists() else ():
+        kind = entry["type"]
+        is_of_library = kind.startswith("sentence_transformers.")
+        modules.append((kind.split(".")[-1] if is_of_library else kind, folder / entry["path"]))
+    return modules
+
+
+def _require_vectors(folder: Path) -> None:
+    """Raises BadInput for a module that reads or writes something else, such as the vectors of tokens."""
+    path = folder / "config.json"
+    config = _json(path) if path.exists() else {}
+    for name in ("module_input_name", "module_output_name"):
+        value = config.get(name) or _VECTOR
+        require(value in (_VECTOR, "scores"), f"{path}: {name}", value, _VECTOR)
+
+
+def _other_model(folder: Path) -> str:
+    """What a folder without modules.json holds instead, for a message; "": nothing that is known."""
+    if (folder / ADAPTER).exists():
+        return f"; {ADAPTER} is {HOW_TO_MERGE}"
+    path = folder / "config.json"
+    names = ", ".join((_json(path) if path.exists() else {}).get("architectures") or ())
+    allowed = f"a modules.json, or a reranker …{_CLASSIFIER}"
+    return f"; its config.json is of {names}; allowed: {allowed}" if names else ""
+
+
 def _transformer(folder: Path) -> _Transformer:
     encoder, tokenizer = Encoder.load(folder), Tokenizer.load(folder)
     if tokenizer.hf.backend_tokenizer.encode("a b").ids != tokenizer.candidates(["a b"], 9)[0]:
@@ -321,13 +354,19 @@ def _transformer(folder: Path) -> _Transformer:
     limits = [encoder.positions, tokenizer.hf.model_max_length]
     normaliser = tokenizer.hf.backend_tokenizer.normalizer
     lowers = normaliser is not None and normaliser.normalize_str("A") == "a"
+    of_tasks = [0, 0]
     for path in folder.glob("sentence_*_config.json"):
         config = _json(path)
         if config.get("do_lower_case") and not lowers:
             raise BadInput(f"{path}: do_lower_case: true is not allowed; allowed: false")
         if config.get("max_seq_length"):
             limits[1] = config["max_seq_length"]
-    return _Transformer(folder, encoder, tokenizer, min(limits))
+        if most := ((config.get("processing_kwargs") or {}).get("text") or {}).get("max_length"):
+            limits.append(most)
+        of_tasks = [config.get(f"{task}_length") or 0 for task in ("query", "document")]
+    most = min(limits)
+    sides = Lengths(*(min(limit, most) or most for limit in of_tasks))
+    return _Transformer(folder, encoder, tokenizer, most, sides)
 
 
 def _reduction(folder: Path) -> Reduction:
@@ -337,7 +376,9 @@ def _reduction(folder: Path) -> Reduction:
     modes = config.get("pooling_mode") or default
     modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in REDUCTIONS:
-        raise BadInput(f"{folder}: {', '.join(modes) or 'none'} is not allowed; allowed: cls, mean")
+        raise BadInput(
+            f"{folder}: {' and '.join(modes) or 'none'} is not allowed; allowed: cls or mean"
+        )
     return REDUCTIONS[modes[0]]
 
 

@@ -125,6 +125,24 @@ def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalise
     np.testing.assert_allclose(vectors(ranker, TEXTS[:-1])[0], found[:-1], rtol=0, atol=1e-5)
 
 
+def test_lengths_of_queries_and_documents_are_read(tiny, tmp_path, library):
+    ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
+    parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    text = {"text": {"max_length": 10}}
+    for name, options, expected in (
+        ("tasks", {"query_length": 9, "document_length": 7}, (9, 7)),
+        ("text", {"processing_kwargs": text}, (10, 10)),
+    ):
+        modules = [parts.Transformer(str(ours), **options), parts.Pooling(16, "mean")]
+        theirs = library.SentenceTransformer(modules=modules, device="cpu")
+        theirs.save(str(tmp_path / name), create_model_card=False)
+        ranker = sentence_transformers.load(tmp_path / name, Lengths())
+        config = ranker.config
+        assert (config.max_context_tokens, config.max_candidate_tokens) == expected
+        found = theirs.encode_document(TEXTS, normalize_embeddings=True)
+        np.testing.assert_allclose(vectors(ranker)[1], found, rtol=0, atol=1e-5)
+
+
 def test_a_model_in_the_form_of_labse_is_read_and_comes_back(tiny, tmp_path, library):
     """The first output → Dense with bias and tanh → Normalize."""
     ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
@@ -357,10 +375,11 @@ def test_a_pooling_without_a_mode_is_the_mean(side):
 
 
 @pytest.mark.parametrize(("file", "values", "message"), [
-    ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode_cls_token, pooling_mode_mean"),
-    ("1_Pooling/config.json", {"pooling_mode": "max"}, "max is not allowed; allowed: cls, mean"),
+    ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "cls_token and pooling_mode_mean"),
+    ("1_Pooling/config.json", {"pooling_mode": "max"}, "max is not allowed; allowed: cls or mean"),
     ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.ReLU"}, "'ReLU'"),
     ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
+    ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "name: 'token_embeddings'"),
     ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name"),
     ("config_sentence_transformers.json", {"prompts": {"query": 5}}, "prompts: query: 5 is not allowed"),
     ("config_sentence_transformers.json", {"truncate_dim": 4}, "truncate_dim: 4 is not allowed"),
@@ -369,11 +388,33 @@ def test_a_pooling_without_a_mode_is_the_mean(side):
     ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
     ("config.json", {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
      "no model to load (Using `bitsandbytes`"),
-    ("config.json", {"architectures": ["XForSequenceClassification"], "model_type": "x"}, "model_type: 'x'"),
 ])  # fmt: skip
 def test_what_a_ranker_does_not_do_is_refused_by_name(side, file, values, message):
     change(side / file, **values)
     assert message in refusal(side)
+
+
+def test_a_classifier_below_other_modules_is_not_used(side):
+    before = vectors(sentence_transformers.load(side, Lengths()))
+    change(side / "config.json", architectures=["BertForSequenceClassification"])
+    after = vectors(sentence_transformers.load(side, Lengths()))
+    np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize("lacking", [[], ["modules.json", "config.json"]])
+def test_an_adapter_without_its_model_is_refused(side, lacking):
+    (side / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/else"}')
+    for name in lacking:
+        (side / name).unlink()
+    assert "adapter_config.json is an adapter of another model; merge it" in refusal(side)
+
+
+def test_rerankers_of_other_architectures_are_refused_by_name(side):
+    (side / "modules.json").unlink()
+    change(side / "config.json", architectures=["XForSequenceClassification"], model_type="x")
+    assert "model_type: 'x' is not allowed; allowed: albert, " in refusal(side)
+    change(side / "config.json", architectures=["Qwen3ForCausalLM"])
+    assert "its config.json is of Qwen3ForCausalLM; allowed: a modules.json, or a" in refusal(side)
 
 
 def test_a_dense_after_normalize_that_turns_vectors_is_refused(side):
