@@ -259,9 +259,9 @@ class TextsRerank(_Truncating):
 
     query: FilledText
     texts: _TextList
-    raw_scores: StrictBool = False
-    return_text: StrictBool = False
-    truncation_direction: Literal["right", "Right"] = "right"
+    raw_scores: StrictBool | None = False
+    return_text: StrictBool | None = False
+    truncation_direction: Literal["right", "Right", None] = "right"
 
 
 class _ForModel(BaseModel):
@@ -283,7 +283,7 @@ class DocumentsRerank(_ForModel, _Truncating):
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
     top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
     return_documents: StrictBool | None = None
-    raw_scores: StrictBool = False
+    raw_scores: StrictBool | None = False
 
     @property
     def texts(self) -> list[str]:
@@ -308,10 +308,15 @@ class _ToEmbed(_Truncating):
         default=None, description="The same for clients of Voyage and Cohere."
     )
     output_dtype: Literal["float"] | None = None
+    prompt_name: Literal["context", "query", "document", "passage"] | None = Field(
+        default=None, description="context, query: the same for clients of TEI."
+    )
 
     @property
     def context_field(self) -> tuple[str, str] | None:
         """The field that asks for contexts, and its value."""
+        if self.prompt_name in ("context", "query"):
+            return "prompt_name", self.prompt_name
         if self.input_type in ("query", "search_query"):
             return "input_type", self.input_type
         return ("task", self.task) if self.task == "retrieval.query" else None
@@ -321,18 +326,9 @@ class EmbedRequest(_ToEmbed):
     """An embedding request in TEI's format."""
 
     inputs: Texts
-    normalize: StrictBool = Field(default=True, description="Scale the vectors to length 1.")
-    prompt_name: Literal["context"] | None = Field(
-        default=None,
-        description="context: embed the texts as contexts, if the model makes one vector of a context. "
-        "Default: as candidates.",
-    )
-    truncation_direction: Literal["right", "Right"] = "right"
-    encoding_format: Literal["float"] = "float"
-
-    @property
-    def context_field(self) -> tuple[str, str] | None:
-        return ("prompt_name", self.prompt_name) if self.prompt_name else super().context_field
+    normalize: StrictBool | None = Field(default=True, description="Scale the vectors to length 1.")
+    truncation_direction: Literal["right", "Right", None] = "right"
+    encoding_format: Literal["float", None] = "float"
 
 
 class EmbeddingsRequest(_ForModel, _ToEmbed):

@@ -80,6 +80,8 @@ def install(app: FastAPI, limits: Limits) -> None:
         code = codes.get(error.status_code, "internal")
         path = request.url.path
         message = f"{_shortened(path)}: {CODES[code].text}"
+        if code == "invalid_json" and error.__cause__:  # not UTF-8, or too deep
+            message = f"the body is not JSON: {error.__cause__}"
         usual_path = "/" + "/".join(filter(None, path.lower().split("/")))
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
         if code == "not_found":

@@ -88,7 +88,7 @@ def add_routes(
         texts, service = body.texts, require_model(body.model)
         whole = "documents" if body.needs_whole_texts else ""
         best_first, tokens = await _score(
-            service, body.query, texts, request, body.raw_scores, whole
+            service, body.query, texts, request, bool(body.raw_scores), whole
         )
         results = [
             DocumentScore(
@@ -129,7 +129,7 @@ def add_routes(
         require_at_most(limits, "texts", len(texts))
         whole = "texts" if body.needs_whole_texts else ""
         best_first, _ = await _score(
-            require_service(), body.query, texts, request, body.raw_scores, whole
+            require_service(), body.query, texts, request, bool(body.raw_scores), whole
         )
         return [
             TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
@@ -151,7 +151,7 @@ def add_routes(
         """TEI's format."""
         require_at_most(limits, "inputs", len(body.inputs))
         vectors_ND, _ = await _encode_texts(require_service(), "inputs", body.inputs, request, body)
-        if body.normalize:
+        if body.normalize is not False:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 

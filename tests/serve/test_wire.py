@@ -540,7 +540,7 @@ MANY = ["a"] * 10_001
         ("/embed", {"inputs": MANY}, "inputs", "(limits.candidates)"),
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
         ("/embed", {"inputs": [101]}, "inputs", "token ids"),
-        ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
+        ("/embed", {"inputs": "a", "prompt_name": "STS"}, "prompt_name", "'query'"),
         ("/embed", {"inputs": "a", "input_type": "clustering"}, "input_type", "'search_document'"),
         ("/embed", {"inputs": "a", "dimensions": -1}, "dimensions", "greater"),
         ("/embed", {"inputs": "a", "output_dimension": 17}, "output_dimension", "at most 16"),
@@ -566,6 +566,13 @@ def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
     ("path", "body", "ignored"),
     [
         ("/rerank", {"query": QUERY, "texts": TEXTS}, {"truncate": True, "model": "tei"}),
+        (
+            "/rerank",
+            {"query": QUERY, "texts": TEXTS},
+            {"raw_scores": None, "return_text": None, "truncation_direction": None},
+        ),
+        ("/embed", {"inputs": TEXTS}, {"normalize": None, "encoding_format": None}),
+        ("/embed", {"inputs": TEXTS}, {"prompt_name": "document"}),
         ("/v2/rerank", DOCUMENTS, {"model": None, "max_tokens_per_doc": 9, "priority": 1}),
         ("/v1/rerank", DOCUMENTS, {"max_chunks_per_doc": 9, "top_n": None}),
         ("/embed", {"inputs": TEXTS}, {"truncate": None, "prompt_name": None, "dimensions": None}),
