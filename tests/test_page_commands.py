@@ -146,7 +146,7 @@ def inputs(
     rows = [f"how do i pay bill {at} ?,open page {at} of your bills,t{at}" for at in range(60)]
     table = "\n".join(["question,answer,thread", *rows, ""])
     (folder / "chats").mkdir()
-    for file in ("faq.csv", "chats/part.csv"):
+    for file in ("faq.csv", "test.csv", "chats/part.csv"):
         (folder / file).write_text(table)
     messages = [f"text {at} of {name},{name}" for at in range(20) for name in ("pay", "block")]
     (folder / "banking77").mkdir()
@@ -198,8 +198,8 @@ def inputs(
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
     return {
-        **{name: folder / name for name in ("faq.csv", "chats", "messages.csv", "banking77", "beir",
-                                            "articles.parquet", "replies.jsonl", "intents")},
+        **{name: folder / name for name in ("faq.csv", "test.csv", "chats", "messages.csv", "banking77",
+                                            "beir", "articles.parquet", "replies.jsonl", "intents")},
         "made-pools": folder / "pools",
         "dumps/2015": dumps,
         "dumps/RC_2015-01.zst": dumps / "RC_2011-01.zst",
@@ -214,6 +214,7 @@ def inputs(
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         "my/corpus": Path(made["pairs"]),
+        "my/untrained": tiny_ranker("bi", 1).local(),
         "my/ranker": rankers["bi"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,
