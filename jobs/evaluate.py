@@ -333,7 +333,8 @@ def _notes(
     if known:
         count = sum(text in known for text in question_set.texts)
         of_all = f"{count:,} of {len(question_set.texts):,} candidates"
-        notes.append(f"{of_all} are found by their contexts in train/, too")
+        others = "; tf-idf and bm25 read their texts alone" if config.baselines else ""
+        notes.append(f"{of_all} are found by their contexts in train/, too{others}")
     return notes
 
 

@@ -214,7 +214,6 @@ def inputs(
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         "my/corpus": Path(made["pairs"]),
-        "my/untrained": tiny_ranker("bi", 1).local(),
         "my/ranker": rankers["bi"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,

@@ -269,6 +269,7 @@ def test_known_contexts_count_as_in_a_pool(evaluate, tiny_ranker, run_job_here, 
     right_N = scores_NC[np.arange(10), [place[response] for _, response in asked]]
     ranks_N = (scores_NC >= right_N[:, None]).sum(axis=1)
     assert "9 of 10 candidates are found by their contexts in train/, too" in done.stdout
+    assert ("bm25 read their texts alone" in done.stdout) == ("bm25" in done.summary["table"])
     found = done.summary["table"]["bi"]
     assert found["R@1/10"] == pytest.approx((ranks_N == 1).mean())
     assert found["MRR"] == pytest.approx((1 / ranks_N).mean())
