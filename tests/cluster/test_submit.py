@@ -197,6 +197,38 @@ def test_tracking_travels_unless_it_is_a_file_of_this_machine(monkeypatch, capsy
     assert "is a file of this machine" in capsys.readouterr().err
 
 
+def test_the_job_uses_the_registry_the_store_and_the_hub_that_the_command_means(
+    monkeypatch, capsys
+):
+    meant = {
+        "MLFLOW_TRACKING_URI": "https://mlflow",
+        "MLFLOW_REGISTRY_URI": "https://registry",
+        "AWS_ENDPOINT_URL": "https://store",
+        "HF_ENDPOINT": "https://hub",
+    }
+    secrets = "AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN HF_TOKEN"
+    for name, value in (meant | dict.fromkeys(secrets.split(), "hidden")).items():
+        monkeypatch.setenv(name, value)
+    sent = submit.environment()
+    sent.pop("POLYRANK_GIT_REVISION", None)
+    assert sent == meant
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "/srv/registry.db")
+    assert {"AWS_ENDPOINT_URL", "MLFLOW_REGISTRY_URI"}.isdisjoint(submit.environment())
+    said = capsys.readouterr().err
+    assert "AWS_ENDPOINT_URL is not sent: http://localhost:9000 is a port of this machine" in said
+    assert "MLFLOW_REGISTRY_URI is not sent: /srv/registry.db is a file of this machine" in said
+
+
+def test_a_password_in_an_address_travels_only_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "postgresql://me:hidden@host/models")
+    with pytest.raises(BadInput, match="^MLFLOW_REGISTRY_URI: has a password") as refusal:
+        submit.environment()
+    assert "hidden" not in str(refusal.value)
+    assert submit.environment(("MLFLOW_REGISTRY_URI",))["MLFLOW_REGISTRY_URI"].endswith("models")
+
+
 class Cluster:
     """A client of a cluster whose connections end as they are told to: by an error, or quietly."""
 
