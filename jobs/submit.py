@@ -64,9 +64,10 @@ class Config:
     """Print the job's output until it ends, and exit with its code. A job whose process dies without a
     word is sent again, twice."""
     env: tuple[str, ...] = ()
-    """Names of variables of this environment that the job gets too, such as MLFLOW_TRACKING_TOKEN. Whoever may
-    see the cluster's dashboard sees their values. The job always gets MLFLOW_TRACKING_URI, MLFLOW_REGISTRY_URI,
-    MLFLOW_EXPERIMENT_NAME, and the addresses of stores and hubs (AWS_ENDPOINT_URL, HF_ENDPOINT)."""
+    """Names of variables of this environment that the job gets too, such as MLFLOW_TRACKING_TOKEN. Whoever
+    may see the cluster's dashboard sees their values. The job always gets MLFLOW_TRACKING_URI,
+    MLFLOW_REGISTRY_URI, MLFLOW_EXPERIMENT_NAME, and the addresses of stores and hubs (AWS_ENDPOINT_URL,
+    HF_ENDPOINT)."""
     max_upload_mib: int = 50
     """Larger uploads are refused: each node downloads them."""
     dry_run: bool = False
@@ -237,8 +238,8 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
         else:
             variables[name] = value
     if "MLFLOW_TRACKING_URI" not in variables:
-        _say("the job logs to a file in its folder, which the cluster removes; set MLFLOW_TRACKING_URI to the "
-             "address of a server to keep its runs")  # fmt: skip
+        _say("the job logs to a file in its folder, which the cluster removes; set MLFLOW_TRACKING_URI to "
+             "the address of a server to keep its runs")  # fmt: skip
     if revision := git_revision():
         variables["POLYRANK_GIT_REVISION"] = revision
     return variables
