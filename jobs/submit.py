@@ -258,8 +258,8 @@ def _connect(address: str) -> Any:
     """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
 
-    client, cluster_version = dashboard.connect(
-        lambda url: (_job_client(url), dashboard.ray_version(url)), url
+    cluster_version, client = dashboard.connect(
+        lambda url: (dashboard.ray_version(url), _job_client(url)), url
     )
     import ray
 

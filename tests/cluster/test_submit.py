@@ -223,7 +223,7 @@ def test_the_job_uses_the_registry_the_store_and_the_hub_that_the_command_means(
 def test_a_password_in_an_address_travels_only_where_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow")
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "postgresql://me:hidden@host/models")
-    with pytest.raises(BadInput, match="^MLFLOW_REGISTRY_URI: has a password") as refusal:
+    with pytest.raises(BadInput, match=r"^MLFLOW_REGISTRY_URI: has a password") as refusal:
         submit.environment()
     assert "hidden" not in str(refusal.value)
     assert submit.environment(("MLFLOW_REGISTRY_URI",))["MLFLOW_REGISTRY_URI"].endswith("models")

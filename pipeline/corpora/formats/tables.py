@@ -4,8 +4,8 @@ The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV an
 `.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
 tab means TSV, anything else CSV. JSON is objects, one in a line or otherwise, or an array of objects. CSV
 and TSV begin with the names of their columns; fields in double quotes may hold line breaks. A field that is
-NULL, \\N, nan, NaN, <NA> or #N/A is empty: data bases, pandas and Excel write empty cells so. None, N/A and null
-are texts, which people write as answers.
+NULL, \\N, nan, NaN, <NA> or #N/A is empty: data bases, pandas and Excel write empty cells so. None, N/A and
+null are texts, which people write as answers.
 """
 
 from __future__ import annotations
