@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -190,6 +191,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
 
 def _path(dump: str, out: str) -> str:
     """Dump → corpus → subwords → ranker → evaluation and pool; returns the first two's fingerprints."""
+    dump, out = shlex.quote(dump), shlex.quote(out)
     commands = f"""
         prepare_corpus --format reddit --input {dump} --output {out}/corpus
         train_tokenizer --corpus {out}/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 \
@@ -200,10 +202,8 @@ def _path(dump: str, out: str) -> str:
         evaluate --model {out}/ranker --corpus {out}/corpus --protocol polyai --split train --max-examples 500
         embed_pool --model {out}/ranker --candidates {out}/corpus/train --embed.text-column response \
             --embed.id-column example_id --pools {out}/pools --name replies"""
-    stages = [
-        run_stage(verb, verb, *options)
-        for verb, *options in map(str.split, commands.splitlines()[1:])
-    ]
+    lines = map(shlex.split, commands.splitlines()[1:])
+    stages = [run_stage(verb, verb, *options) for verb, *options in lines]
     return " ".join(stage["fingerprint"] for stage in stages[:2])
 
 
