@@ -32,11 +32,9 @@ from pipeline.provenance import git_revision
 _JOB = ("python", "-m")
 # They say which server, registry, store and hub the command means. Secrets, and paths of this machine, stay
 # here unless --env names them. A bucket's region is looked up.
-_PASSED_VARIABLES = (
-    "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_S3_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "HF_ENDPOINT",
-)  # fmt: skip
+_EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
 _STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_ADDRESSES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", *_STORES, "HF_ENDPOINT")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3
 _START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first seconds
@@ -225,10 +223,10 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise BadInput(f"--env {name}: no such variable in this environment")
-    variables = {name: os.environ[name] for name in names if os.environ[name]}
-    for name in _PASSED_VARIABLES:
+    variables = {name: os.environ[name] for name in (*names, _EXPERIMENT) if os.environ.get(name)}
+    for name in _ADDRESSES:
         value = os.environ.get(name, "")
-        if not value or name in variables:
+        if not value or name in names:
             continue
         if re.search(r"://[^/@]*:[^/@]*@", value):
             raise BadInput(f"{name}: has a password, which the cluster's dashboard would show; allowed: an "

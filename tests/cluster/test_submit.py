@@ -203,6 +203,7 @@ def test_the_job_uses_the_registry_the_store_and_the_hub_that_the_command_means(
     meant = {
         "MLFLOW_TRACKING_URI": "https://mlflow",
         "MLFLOW_REGISTRY_URI": "https://registry",
+        "MLFLOW_EXPERIMENT_NAME": "/Users/me",
         "AWS_ENDPOINT_URL": "https://store",
         "HF_ENDPOINT": "https://hub",
     }
