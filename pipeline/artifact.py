@@ -84,12 +84,12 @@ class Artifact:
 
         `only`: the paths of the files that are needed; None: all. The others may be missing.
         """
-        folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+
+        def is_whole(copy: Path) -> bool:
+            return copy.exists() and not _size_fault(str(copy), self.manifest, only)
+
+        folder = node_cache.local_folder(self.uri, self.fingerprint, only, is_whole)
         try:
-            if not storage.is_local(self.uri) and _size_fault(str(folder), self.manifest, only):
-                storage.delete(str(folder))
-                node_cache.local_folder(self.uri, self.fingerprint, only)
-                node_cache.release(folder)
             _check_sizes(str(folder), self.manifest, only)
         except BaseException:
             node_cache.release(folder)

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -49,11 +49,18 @@ _counting = threading.Lock()
 _collected: ContextVar[list[Path] | None] = ContextVar("collected uses", default=None)
 
 
-def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
+def local_folder(
+    uri: str,
+    version: str,
+    only: Collection[str] | None = None,
+    is_whole: Callable[[Path], bool] = Path.exists,
+) -> Path:
     """A local folder with the files of `uri`: itself if it is local, else a cached copy.
 
     `version` names the contents (a fingerprint), so that a copy is never taken for another version.
     `only`: the paths below `uri` that the copy needs; None: all. Copies of different parts are different.
+    `is_whole`: whether a copy has its files; one that has not is made again. It is asked under the copy's
+    lock: of two that find a damaged copy, the second would delete what the first has made.
     """
     if storage.is_local(uri):
         return Path(storage.locate(uri)[1])
@@ -64,7 +71,8 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
     _use(folder)
     try:
         with _locked(folder.with_suffix(".lock")):
-            if not folder.exists():
+            if not is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
                 _download_version(uri, folder, only)
     except BaseException:
         release(folder)  # the caller has got no folder to release
