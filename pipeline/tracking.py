@@ -463,7 +463,7 @@ def _set_experiment(name: str) -> str:
     with _file_lock(base.with_name(f"{base.name}.lock")):
         _require_writable(uri)
         if mlflow.get_experiment_by_name(name) is None:
-            mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
+            mlflow.create_experiment(name, artifact_location=(base.parent / "mlruns").as_uri())
         return str(mlflow.set_experiment(name).experiment_id)
 
 
