@@ -39,7 +39,8 @@ def require_listener(name: str, address: str) -> None:
     minute, and then ends with a traceback. `name`: of the option or the variable."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
-        socket.create_connection((parts.hostname or "", parts.port or 0), _CONNECT_S).close()
+        if parts.port:
+            socket.create_connection((parts.hostname or "", parts.port), _CONNECT_S).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise BadInput(f"{name} {address}: no cluster answers ({reason})") from None
