@@ -61,8 +61,7 @@ def _start_ray(address: str, options: dict[str, Any]) -> Any:
     """Tries twice: 30 s are short where other work has the cores."""
     import ray
 
-    if ":" in address:
-        dashboard.require_listener("RAY_ADDRESS", address)
+    dashboard.require_listener("RAY_ADDRESS", address)
     for _ in range(2):
         try:
             return ray.init(address, **options)

@@ -35,8 +35,8 @@ def connect(client_of: Callable[[str], Any], url: str) -> Any:
 
 
 def require_listener(name: str, address: str) -> None:
-    """Raises BadInput where nobody listens at HOST:PORT, or a URL of both. Ray's own client looks for a
-    minute, and then ends with a traceback. `name`: of the option or the variable."""
+    """Raises BadInput where nobody listens at HOST:PORT, or a URL of both; addresses such as auto pass. Ray's
+    own client looks for a minute, and then ends with a traceback. `name`: of the variable."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
         if parts.port:
