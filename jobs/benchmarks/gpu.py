@@ -150,10 +150,8 @@ def made_up_pool(device: torch.device, scale: Scale) -> Pool:
         lengths.append(1.001 * rows_ND.float().norm(dim=1).cpu().numpy())
         matrices.append(rows_ND.view(torch.int16).cpu().numpy().view(np.uint16))
     norms = np.stack([np.ones(total, np.float32), np.concatenate(lengths)])
-    layer, sketch = (
-        Layer(np.concatenate(matrices), norms),
-        Layer(np.empty((total, 0), np.int8), norms),
-    )
+    layer = Layer(np.concatenate(matrices), norms)
+    sketch = Layer(np.empty((total, 0), np.int8), norms)
     ids = pa.array(np.arange(total)).cast(pa.string())
     shard = Shard(pa.table([ids, ids, ids], ROWS), layer, sketch)
     artifact = Artifact("made-up", {"dimensions": dimensions, "dtype": "bfloat16"})

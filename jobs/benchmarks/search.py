@@ -131,17 +131,15 @@ def _times(
     for row, method in ((name, "exact"), ("search.pruned_1m", "pruned")):
         over_read = ms[method] / ms["read"]
         yield BenchmarkRow.alone(f"{row}.time_over_read_floor", over_read, passes, note)
-    pruned, approximate = (
-        ms[f"{method}, float32"] / ms["exact, float32"] for method in methods[1:]
-    )
+    exact_ms, *others_ms = (ms[f"{method}, float32"] for method in methods)
+    pruned, approximate = (method_ms / exact_ms for method_ms in others_ms)
     detail = {"certified": f"{certified} of {len(compared)} questions", "note": note}
     yield BenchmarkRow("search.pruned_1m.time_share_of_exact", pruned, "share", detail=detail)
     yield BenchmarkRow.alone("search.approximate_1m.recall_at_10", recall, "recall@10", note)
     if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
         approximate += 1
-    yield BenchmarkRow.alone(
-        "search.approximate_1m.time_share_of_exact", approximate, "share", note
-    )
+    row = "search.approximate_1m.time_share_of_exact"
+    yield BenchmarkRow.alone(row, approximate, "share", note)
     if "alone" in ms:
         together, alone = (ms[way] / _TOGETHER for way in ("together", "alone"))
         row, ratio = f"{name}.16_together_vs_alone", alone / together
