@@ -184,8 +184,10 @@ def test_files_of_runs_lie_beside_their_data_base_whatever_its_folder_is_called(
 ):
     folder = tmp_path / "a b%20c #ü"
     folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of its own")
-    mlflow.set_tracking_uri(other_store(folder / "mlflow.db"))
+    other_store(folder / "mlflow.db")
+    mlflow.set_tracking_uri("sqlite:///mlflow.db")  # as without MLFLOW_TRACKING_URI
     try:
         with tracking.start("make_thing", begin(tmp_path / "a")) as run:
             run.attach({"words.txt": b"words"})
