@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
 from jobs import cluster, demo_data, demo_questions, program
 from jobs.demo_stages import (
@@ -60,7 +59,7 @@ def run(config: Config) -> program.Summary:
     work = Path(config.work)
     user_data = demo_data.find_files(Path(config.data)) if config.data else None
     cluster.require_free("127.0.0.1", config.port)
-    database = quote(str((work / "mlflow.db").absolute()))
+    database = str((work / "mlflow.db").absolute()).replace("%", "%25")  # SQLAlchemy decodes it
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     work.mkdir(parents=True, exist_ok=True)
     print(f"Each line is a job. Its command and its output: {work}/demo.log\n", flush=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import mlflow
 import sqlalchemy
@@ -506,7 +506,9 @@ def _absolute_uri(uri: str) -> str:
     if not uri.startswith(_SQLITE):
         return uri
     _, mark, query = uri.partition("?")
-    return f"{_SQLITE}{quote(str(_sqlite_path(uri).absolute()))}{mark}{query}"
+    # SQLAlchemy decodes the path. MLflow does not, and makes an empty folder of the encoded name.
+    path = str(_sqlite_path(uri).absolute()).replace("%", "%25")
+    return f"{_SQLITE}{path}{mark}{query}"
 
 
 def _sqlite_path(uri: str) -> Path:
