@@ -362,9 +362,7 @@ class _Machine:
             setup = f"source ~/.bashrc; {variables}; export {own};"
             self._start(role, f"{start} {here} {options}", setup)
             log = self.work / f"{role}.log"
-            _await(
-                f"Ray's {role}", lambda log=log: "Ray runtime started" in log.read_text(), _START_S
-            )
+            _await(f"Ray's {role}", partial(_has_started, log), _START_S)
         text = (_ROOT / "serve/config.cluster.yaml").read_text()
         hashed = hashlib.sha256(self._token.encode()).hexdigest()
         self.deployed_file.write_text(self._here(text).replace("HASH,HASH", hashed))
@@ -452,6 +450,10 @@ def _await(what: str, look: Callable[[], ResultT | None], seconds: float) -> Res
             raise Stopped(f"{what}: not there after {seconds:.0f} s")
         time.sleep(0.5)
     return result
+
+
+def _has_started(log: Path) -> bool:
+    return "Ray runtime started" in log.read_text()
 
 
 if __name__ == "__main__":

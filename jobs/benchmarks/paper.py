@@ -295,7 +295,10 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -
         model=(train.output,), corpus=corpus.uri, split=config.split, protocol=protocol(task),
         max_examples=config.max_examples, latency_queries=0,
     )  # fmt: skip
-    inputs = {"model": {"fingerprint": request}, "corpus": corpus}
+    inputs: dict[str, Artifact | dict[str, Any]] = {
+        "model": {"fingerprint": request},
+        "corpus": corpus,
+    }
     file = f"evaluation-{request_of('evaluation', evaluation, inputs)}.json"
     return Job(trial, task, seed, train, evaluation, storage.join(folder, file))
 
