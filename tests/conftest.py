@@ -71,6 +71,8 @@ progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for 
 estimate._MEASURED_SECONDS = 0.05
 flops._MEASURED_SECONDS, flops._MEASURED_SIZE["cpu"] = 0.01, 256
 
+os.fsync = lambda file: None  # no file of a test has to outlive a power cut; a night writes dozens
+
 gc.disable()  # until all tests are there
 
 # The same examples in every run, so that more of them would find the same.
@@ -210,7 +212,7 @@ def tracking_uri() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def other_store(tracking_uri: str) -> Callable[[Path], str]:
     """`other_store(path)`: the URI of a MLflow data base of its own, without any run."""
 
@@ -262,7 +264,7 @@ def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The raw sample files of all corpora, small."""
     folder = tmp_path_factory.mktemp("sample")
-    size = sample.Size(reddit_threads=300, train_dialogues=400, valid_dialogues=80, articles=60)
+    size = sample.Size(reddit_threads=160, train_dialogues=150, valid_dialogues=50, articles=60)
     sample.generate(folder, seed=0, size=size)
     return folder
 
