@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -214,7 +213,7 @@ def _database(in_memory: bool) -> Iterator[Database]:
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         }
-        file = ":memory:" if in_memory else Path(folder) / "plan.duckdb"
+        file = ":memory:" if in_memory else f"{folder}/plan.duckdb"
         with duckdb.connect(file, config=settings) as db:
             db.execute("SET enable_progress_bar = false")  # the task has a bar
             yield db

@@ -312,8 +312,8 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
          "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, *ONE_WORKER),
     ):  # fmt: skip
         assert run_job_here(verb, *options).code == 0
-    job = ("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
-    done = run_job_here(*job)
+    job = ("--model", "ranker", "--corpus", "corpus", "--split", "train", "--latency-queries", 0)
+    done = run_job_here("evaluate", *job)
     table = done.summary["table"]
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
     (least,) = done.summary["least_scores"].values()
@@ -331,7 +331,8 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert table["untrained context"]["R@1/60"] == pytest.approx((ranks <= 1).mean(), abs=0.05)
 
     (tmp_path / "published").rename(tmp_path / "moved")
-    assert "untrained context" not in run_job_here(*job).summary["table"]
+    moved = [open_artifact("ranker", "ranker")], None, evaluate_job.Config(model=("m",), corpus="c")
+    assert evaluate_job._untrained_baselines(*moved, {}) == []
 
 
 def test_texts_that_are_longer_than_a_model_reads_are_counted(tiny_ranker):
@@ -401,7 +402,7 @@ def test_a_small_split_is_asked_among_all_that_it_has(evaluate, prepared):
 def articles(tracking_uri, sample_files, tmp_path_factory):
     """Article search on the sample articles: queries of valid, fixed others of train."""
     output = str(tmp_path_factory.mktemp("articles") / "articles")
-    options = wikipedia.Options(task="search", others=30)
+    options = wikipedia.Options(task="search", others=30, queries=8)
     files = (str(sample_files / "wikipedia"),)
     job = {"format": "wikipedia", "input": files, "output": output, "wikipedia": options}
     with executors.in_this_process():
@@ -419,7 +420,7 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert list(summary["table"]) == ["chance", "tf-idf", "bm25", "bi"]
     assert "cross: skipped: a cross-encoder reads 31 pairs for each question" in done.stdout
     assert list(summary["skipped"]) == ["cross"]
-    assert summary["table"]["bm25"]["R@1/31"] >= 0.5 > summary["table"]["chance"]["R@1/31"]
+    assert summary["table"]["bm25"]["R@1/31"] > 3 / 31  # three times what chance has
     both = evaluate(*options, "--split", split, "--baselines", "false", "--together", "true",
                     models=["bi", "cross"], corpus=articles.uri)  # fmt: skip
     assert "together: True is not allowed; allowed: false: cross: a cross-enc" in both.refusal
