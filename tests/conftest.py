@@ -91,7 +91,9 @@ _TOGETHER = {
         "pipeline/corpora/test_reddit_failures.py",
         *(f"pipeline/engine/test_{name}.py" for name in ("messages", "resources", "run")),
     },
-    "ranks": {f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed")},
+    "ranks": {
+        f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed", "negatives")
+    },
 }  # fmt: skip
 _COMPUTES = (
     "pipeline/models",
@@ -235,14 +237,6 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}")
     return folder
-
-
-@pytest.fixture(scope="session")
-def cases(shared: Path) -> Path:
-    """The folder of small inputs that stand for reports from the field."""
-    if not (shared / "cases").is_dir():
-        pytest.skip(f"no cases at {shared}")
-    return shared / "cases"
 
 
 @pytest.fixture(scope="session")

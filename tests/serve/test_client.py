@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline import Ranker
-from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
@@ -29,6 +28,7 @@ from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.refusals import CODES, Refusal
 from serve.service import Service
+from tests.helpers import formula_scores
 
 from .conftest import REPLIES
 from .live import serving
@@ -121,12 +121,8 @@ def error_of(call: Callable[[], Any]) -> ServiceError:
 
 
 def test_texts_are_ranked(url, engine):
-    ranker = load_ranker(Path(engine.model.uri))
-    vectors, mask = inference.context_vectors(ranker, [CONTEXT])
     texts = list(TEXTS.values())
-    logits = vectors[0][mask[0]].numpy() @ inference.candidate_vectors(ranker, texts).numpy().T
-    weights = np.exp(logits - logits.max(0))
-    scores = (weights * logits).sum(0) / weights.sum(0)
+    scores = np.array(formula_scores(load_ranker(Path(engine.model.uri)), CONTEXT, texts))
     order = np.argsort(-scores)[:3]
 
     ranking = ask(url, "rank", CONTEXT, texts, top_k=3)

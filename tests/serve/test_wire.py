@@ -23,6 +23,7 @@ from serve.engine import Engine
 from serve.http.api import create_app
 from serve.http.guard import MODEL
 from serve.service import Service
+from tests.helpers import formula_scores
 
 from .live import serving
 
@@ -46,16 +47,7 @@ class Live(NamedTuple):
         return self.http.post(path, content=json.dumps(body), headers=headers)
 
     def scores(self, query: str, texts: list[str]) -> np.ndarray:
-        """By the formulas, one candidate at a time."""
-        if self.ranker.config.architecture == "cross":
-            return np.array(
-                [float(inference.pair_scores(self.ranker, [[query]], [[t]])[0]) for t in texts]
-            )
-        vectors, mask = inference.context_vectors(self.ranker, [[query]])
-        logits_MC = vectors[0][mask[0]].double().numpy() @ self.vectors(texts).T
-        weights_MC = np.exp(logits_MC - logits_MC.max(0))
-        # Rounded: two of the texts are equal, and some machines' BLAS differs between their columns.
-        return np.round((weights_MC * logits_MC).sum(0) / weights_MC.sum(0), 9)
+        return np.array(formula_scores(self.ranker, [query], texts))
 
     def vectors(self, texts: list[str]) -> np.ndarray:
         """Of candidates, one at a time; as long as they are."""

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
 from pipeline.evaluation.drawn_rows import read_rows
 from pipeline.evaluation.questions import Question, Questions, questions, validation_questions
+from tests import helpers
 
 COUNT = 600
 C = 5
@@ -348,11 +348,7 @@ def test_places_of_texts():
 
 
 def refusal(corpus, source, **more):
-    with pytest.raises(BadInput) as caught:
-        ask(corpus, source, **more)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return helpers.refusal(ask, corpus, source, **more)
 
 
 def test_corpus_without_candidates_of_its_own_is_refused(sampled):

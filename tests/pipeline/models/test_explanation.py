@@ -16,6 +16,7 @@ from pipeline.models import inference
 from pipeline.models.explanation import attention_to_tokens, candidate_weights
 from pipeline.models.ranker import Ranker, load_ranker, new_network
 from pipeline.models.settings import BiConfig, PolyConfig
+from tests.helpers import softmax
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -61,11 +62,6 @@ def outputs_of(ranker: Ranker) -> np.ndarray:
     with torch.inference_mode():
         hidden_TD = ranker.dual.context_encoder(tokens)[0]
     return hidden_TD.double().numpy() * ranker.config.output_scaling
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def oracle_attention(ranker: Ranker, outputs_TD: np.ndarray) -> np.ndarray:

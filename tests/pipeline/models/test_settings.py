@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import pytest
 
-from pipeline.config import BadInput, parse
+from pipeline.config import BadInput
 from pipeline.models.settings import (
     BiConfig,
     ConvertConfig,
     CrossConfig,
-    DualConfig,
     PolyConfig,
     RankerConfig,
     read_settings,
@@ -83,28 +81,6 @@ def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further()
     assert found == ConvertConfig(
         width=32, windows=(2, 4), activation="relu", buckets=8, earlier_turns=2
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FourthConfig(DualConfig):
-    """An architecture to come."""
-
-    architecture: Literal["fourth"] = "fourth"
-    """Which one."""
-    quantised: bool = True
-    """Eight bits."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job that has four."""
-
-    ranker: RankerConfig | FourthConfig = dataclasses.field(default_factory=PolyConfig)
-
-
-def test_a_fourth_architecture_is_a_dataclass_in_the_union():
-    argv = ["--ranker.architecture", "fourth", "--ranker.quantised", "false"]
-    assert parse(Job, argv, "test").ranker == FourthConfig(quantised=False)
 
 
 def test_no_other_module_asks_which_architecture_a_ranker_has():

@@ -21,6 +21,7 @@ from pipeline.training.data import (
 from pipeline.training.guide import Guide
 from pipeline.training.losses import DualModule, PairModule, backward, guided
 from pipeline.training.settings import Distillation, GuideLimits
+from tests.helpers import formula_scores
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -548,15 +549,6 @@ GUIDED = [
 GUIDED[1]["candidates"][0] = "w6 w7 w99"
 
 
-def float64_scores(ranker, row, texts):
-    """[C] by the formula of a poly-encoder, of which a bi-encoder is the case of one vector."""
-    vectors_BMD, _ = inference.context_vectors(ranker, [row["context"]])
-    candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
-    logits_CM = candidates_CD @ vectors_BMD[0].double().numpy().T
-    weights_CM = np.exp(logits_CM - logits_CM.max(axis=1, keepdims=True))
-    return (weights_CM * logits_CM).sum(axis=1) / weights_CM.sum(axis=1)
-
-
 def excluded_by(limits, scores_C):
     """By the rule of GISTEmbed, and of the limits; the first text is right. No score is near the limit."""
     right = scores_C[0]
@@ -594,10 +586,10 @@ def test_what_a_guide_scores_above_the_limit_is_no_negative(
             *(wrong if share else own),
         ]
         is_copy = [n > 0 and text == row["response"] for n, text in enumerate(texts)]
-        by_guide = excluded_by(limits, float64_scores(reads, row, texts))
+        by_guide = excluded_by(limits, np.array(formula_scores(reads, row["context"], texts)))
         if given and place == 1:
             assert by_guide[texts.index("w6 w7 w99")]  # the false negative
-        scores.append(float64_scores(ranker, row, texts))
+        scores.append(formula_scores(ranker, row["context"], texts))
         excluded.append(np.array(is_copy) | by_guide)
         guide_alone += sum(excluded[-1]) - sum(is_copy)
         negatives += len(texts) - 1
@@ -618,7 +610,7 @@ def test_a_guide_of_a_cross_encoder_reads_its_candidates(tiny):
     contexts = [row["context"] for row in PAIR_ROWS]
     scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
     excluded = [
-        excluded_by(limits, float64_scores(reads, row, texts))
+        excluded_by(limits, np.array(formula_scores(reads, row["context"], texts)))
         for row, texts in zip(PAIR_ROWS, candidates, strict=True)
     ]
     assert 0 < np.mean(excluded) < 0.75

@@ -18,6 +18,7 @@ from pipeline.models.interop import sentence_transformers
 from pipeline.models.interop.sentence_transformers import Lengths
 from pipeline.models.ranker import load_ranker
 from pipeline.models.tokens import Tokenizer
+from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -50,10 +51,7 @@ def exported(ranker, folder):
 
 
 def refusal(folder):
-    with pytest.raises(BadInput) as caught:
-        sentence_transformers.load(folder, Lengths())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return helpers.refusal(sentence_transformers.load, folder, Lengths())
 
 
 def change(path, **values):
