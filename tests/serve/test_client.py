@@ -27,10 +27,9 @@ from serve.http import errors
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.refusals import CODES, Refusal
-from serve.service import Service
 from tests.helpers import formula_scores
 
-from .conftest import REPLIES
+from .conftest import REPLIES, Asking
 from .live import serving
 
 CONTEXT = ["hi , what do you do ?", "i paint"]
@@ -56,18 +55,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_ranker, tiny_pool, tiny_classifier) -> Iterator[Engine]:
+def asked(tiny_ranker, tiny_pool, tiny_classifier, asking) -> Asking:
     model = tiny_ranker("poly")
-    engine = Engine(model.uri, [tiny_pool(model)], classifier=tiny_classifier(model))
-    yield engine
-    engine.close()
+    return asking(model, tiny_pool(model), classifier=tiny_classifier(model))
 
 
 @pytest.fixture(scope="module")
-def app(engine) -> Iterator[ASGIApp]:
-    service = Service(lambda: engine, max_wait_s=60.0)
-    yield create_app(service)
-    service.close()
+def engine(asked) -> Engine:
+    return asked.engine
+
+
+@pytest.fixture(scope="module")
+def app(asked) -> ASGIApp:
+    return create_app(asked.service)
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +206,13 @@ def test_a_refusal_says_what_is_wrong(url, waits):
     assert waits == [0.0, 0.0]
 
 
-def test_the_token_is_sent(engine):
-    service = Service(lambda: engine, max_wait_s=60.0)
-    app = create_app(service, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
+def test_the_token_is_sent(asked, engine):
+    tokens = BearerTokens([hashlib.sha256(b"open sesame").hexdigest()])
+    app = create_app(asked.service, tokens=tokens)
     with serving(app) as url:
         for token in ("open sesame", "open sesame\n"):  # as a file of one line has it
             assert ask(url, "info", client={"token": token}) == engine.info()
         error = error_of(lambda: ask(url, "info", client={"token": "barley"}))
-    service.close()
     assert (error.code, error.status) == ("unauthorized", 401)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from serve import app
-from serve.engine import Engine
 from serve.http.api import create_app
 from serve.http.guard import MODEL
 from serve.service import Service
@@ -60,7 +59,7 @@ class Live(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
+def live(tiny_ranker, asking) -> Iterator[Callable[[str], Live]]:
     """`live("poly")`: a service of that architecture, started once."""
     made: dict[str, Live] = {}
     with ExitStack() as stack:
@@ -68,11 +67,8 @@ def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
         def start(architecture: str) -> Live:
             if architecture not in made:
                 artifact = tiny_ranker(architecture)
-                engine = Engine(artifact.uri)
-                service = Service(lambda: engine, max_wait_s=60.0)
-                stack.callback(engine.close)
-                stack.callback(service.close)
-                url = stack.enter_context(serving(create_app(service, names=[NAME])))
+                app = create_app(asking(artifact).service, names=[NAME])
+                url = stack.enter_context(serving(app))
                 http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
                 made[architecture] = Live(url, http, artifact, load_ranker(Path(artifact.uri)))
             return made[architecture]
@@ -288,13 +284,10 @@ def test_teis_embeddings(live):
     assert np.allclose(cut, unit(vectors[:, :5]), atol=1e-5)
 
 
-def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker):
-    with ExitStack() as stack:
-        champion, candidate = (Engine(tiny_ranker("bi", seed).uri) for seed in (0, 1))
-        service = Service(lambda: champion, max_wait_s=60.0, candidate=lambda: candidate)
-        for closing in (champion, candidate, service):
-            stack.callback(closing.close)
-        client = stack.enter_context(TestClient(create_app(service)))
+def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker, asking):
+    champion, candidate = (asking(tiny_ranker("bi", seed)).engine for seed in (0, 1))
+    service = Service(lambda: champion, max_wait_s=60.0, candidate=lambda: candidate)
+    with closing(service), TestClient(create_app(service)) as client:
         rerank = client.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS})
         assert rerank.json()["model"] == rerank.headers[MODEL] == candidate.model.fingerprint
         texts = unit(inference.candidate_vectors(champion.ranker, TEXTS).numpy())
@@ -438,14 +431,9 @@ def test_a_model_that_is_not_served_is_refused(live, path, body):
         assert one.post(path, {**body, "model": name}).status_code == 200
 
 
-def test_without_names_any_model_means_the_served_one(tiny_ranker):
+def test_without_names_any_model_means_the_served_one(tiny_ranker, asking):
     """Many clients must send one."""
-    with ExitStack() as stack:
-        engine = Engine(tiny_ranker("bi").uri)
-        service = Service(lambda: engine, max_wait_s=60.0)
-        stack.callback(engine.close)
-        stack.callback(service.close)
-        client = stack.enter_context(TestClient(create_app(service)))
+    with TestClient(create_app(asking(tiny_ranker("bi")).service)) as client:
         body = {"query": QUERY, "documents": TEXTS, "model": "rerank-v3.5"}
         assert client.post("/v2/rerank", json=body).status_code == 200
         assert client.get("/v1/models/rerank-v3.5").status_code == 404

@@ -139,7 +139,7 @@ def test_the_most_frequent_responses_and_values_come_with_their_numbers(publish)
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS, st.sampled_from("abc")), min_size=1, max_size=30),
     st.integers(1, 8),

@@ -91,9 +91,10 @@ def test_no_other_module_asks_which_architecture_a_ranker_has():
     excepted = {models / name for name in ("ranker.py", "encoder.py", "interop/to_onnx.py")}
     for folder in ("pipeline", "jobs", "serve"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path in excepted:
+            text = path.read_text()
+            if path in excepted or not any(name in text for name in ("architecture", *networks)):
                 continue
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(text)
             shapes = (part for part in ast.walk(tree) if getattr(part, "name", "") == "Shape")
             in_shapes = {part for shape in shapes for part in ast.walk(shape)}
             for node in set(ast.walk(tree)) - in_shapes:

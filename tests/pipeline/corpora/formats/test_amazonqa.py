@@ -18,7 +18,8 @@ from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import amazonqa
 from pipeline.corpora.formats.amazonqa import Options, Pair
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.raw import Reading
+
+from ..conftest import parse_file
 
 QUESTION, ANSWER = "Does it come with a cord?", "No, it does not."
 
@@ -35,10 +36,7 @@ def nested(product: str, *questions: tuple[str, list[str]]) -> str:
 
 
 def read(folder: Path, text: str | bytes, **options: Any) -> tuple[list[Pair], ParseReport]:
-    file = folder / "qa.json"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    report = ParseReport()
-    return list(amazonqa.parse(str(file), Reading(), report, Options(**options))), report
+    return parse_file(amazonqa, folder / "qa.json", text, **options)
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +135,7 @@ _literals = st.recursive(
 ).map(repr)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(_literals | st.text(st.characters(exclude_categories=["Cs"])), max_size=6))
 def test_any_lines_are_pairs_or_counted(tmp_path_factory, lines):
     pairs, report = read(tmp_path_factory.getbasetemp(), "\n".join(lines).encode(errors="replace"))
@@ -172,7 +170,7 @@ _files = st.lists(st.lists(_pairs, max_size=12), min_size=1, max_size=3).filter(
 
 @pytest.mark.slow
 @given(files=_files, bucket_bytes=st.sampled_from([150, 400, 10**6]))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(
     prepare, files, bucket_bytes
 ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 
 import numpy as np
 import pytest
@@ -317,7 +316,7 @@ def test_parameters_are_the_papers():
 
 
 @pytest.mark.slow
-def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(tmp_path):
+def test_the_papers_model_is_at_most_60_megabytes(tmp_path):
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     # As long as those of a real vocabulary: 7 characters on average.
@@ -325,12 +324,6 @@ def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(tmp_path
     new_ranker(ConvertConfig(), folder, seed=0).save(tmp_path / "model")
     size = sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
     assert 58e6 < size <= 60e6
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        load_ranker(tmp_path / "model")
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) <= 1.0, "other tests may run beside this one"
 
 
 def in_16_bits(ranker):
