@@ -83,14 +83,6 @@ def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
     assert gate.batches == [["first"], ["a"], ["b"]]
 
 
-def test_whoever_comes_first_is_computed_first_whatever_its_deadline(batcher):
-    gate = Gate(cost=1)
-    now = time.monotonic()
-    later = [batcher.run(gate.stage, [s], [1], now + s) for s in (50, 40, 45)]
-    run(behind(gate, batcher, lambda: later))
-    assert gate.batches[1:] == [[50], [40], [45]]
-
-
 async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
     SENDER.set(sender)
     with batcher.admit("request", cost, soon()):
@@ -109,16 +101,6 @@ def test_senders_are_computed_in_turns(batcher):
         batcher, ("a", ["a1", "a2", "a3"], 1.0), ("a", ["a4"], 1.0), ("b", ["b1", "b2"], 1.0)
     )
     assert order == ["a1", "b1", "a2", "b2", "a3", "a4"]
-
-
-def test_small_requests_pass_between_the_rows_of_a_large_one_of_their_sender(batcher):
-    """They get four rows for one."""
-    large = [f"large {place}" for place in range(4)]
-    small = [f"small {place}" for place in range(6)]
-    order = order_of(batcher, ("a", large, 4.0), *(("a", [name], 1.0) for name in small))
-    assert order == [
-        *(large[:1] + small[:4]), *(large[1:2] + small[4:]), *large[2:]
-    ]  # fmt: skip
 
 
 def test_a_request_that_was_begun_is_finished_before_later_ones_of_its_sender(batcher):
