@@ -23,7 +23,6 @@ from pipeline.config import BadInput
 from pipeline.pools.pool import Pool
 from serve import app
 from serve.batcher import SENDER, Stage
-from serve.engine import search_share
 from serve.http import api
 from serve.limits import Limits
 from serve.refusals import CODES, REFUSALS
@@ -237,12 +236,6 @@ def test_a_search_reads_the_texts_of_its_results_beside_the_event_loop(engine, m
     monkeypatch.setattr(Pool, "rows_at", note)
     assert engine.rank_pool(CONTEXT, "replies", 5)
     assert threads == {engine.service.batcher._thread.ident}
-
-
-def test_results_count_in_the_cost_of_a_search():
-    """A list of 64 searches counted as 64, whether they had 64 results or 64,000."""
-    assert search_share(1) < 0.1
-    assert 64 * search_share(1000) > 20
 
 
 def test_a_context_may_be_a_text(client):
