@@ -191,19 +191,6 @@ def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
     assert len(repr(ranker).splitlines()) == 1
 
 
-def test_a_search_keeps_to_its_filters(home: Path):
-    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
-
-    def ids(**filters: object) -> set[str]:
-        return {one.id for one in ranker.search(pool, CONTEXT, **filters)}
-
-    assert ids(where={"topic": "drinks"}) == {"r2", "r3"}
-    assert ids(where={"topic": ["drinks", "trade"]}, deny=["r2"]) == {"r3", "r4"}
-    assert ids(allow=["r5", "r1", "gone"]) == {"r1", "r5"}
-    nothing = ranker.search(pool, CONTEXT, allow=[])
-    assert len(nothing) == 0 and nothing.certified
-
-
 def test_a_pool_refuses_another_ranker(home: Path):
     pool = Pool.open("pools/replies")
     with pytest.raises(BadInput, match=r"embedded by the model \w+, not by .*/rankers/bi"):

@@ -241,12 +241,3 @@ def test_real_rows_are_those_of_the_csv_module(real_data):
         assert len(row["context"]) == fields[0].count("__eot__")
         assert [words(text) for text in row["candidates"]] == [words(text) for text in fields[1:]]
     assert len({row["group_id"] for row in rows}) == 654  # dialogues
-
-
-@pytest.mark.shared
-def test_half_of_the_real_training_rows_are_right(real_data):
-    rows, report = parse_file(ubuntu, real_data / "ubuntu" / "derived_v2" / "train.csv")
-    assert (len(rows), report.records) == (35_304, 70_608)
-    assert report.dropped.counts == {"label 0": 35_304}
-    assert not report.malformed.counts
-    assert len({row["group_id"] for row in rows}) == 9_010  # 3 of 9,013 dialogues begin as others
