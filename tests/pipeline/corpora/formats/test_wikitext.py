@@ -200,9 +200,7 @@ def test_real_pages_read_as_wikiextractor_reads_them(real_articles, real_data: P
     folders = (real_data / "wikipedia" / f"extracted_{name}" for name in ("featured", "good"))
     files = (file for folder in folders for file in folder.rglob("wiki_*"))
     found = {}
-    for file in sorted(
-        files, key=lambda file: file.parts[-2:]
-    ):  # articles are in order of their ids
+    for file in sorted(files, key=lambda file: file.parts[-2:]):  # in order of the articles' ids
         text = file.read_text(encoding="utf-8")
         for name, body in re.findall(r'<doc id="(\d+)".*?>\n(.*?)</doc>', text, re.DOTALL):
             if name in wanted:
