@@ -22,7 +22,7 @@ import torch
 
 from jobs import embed_pool
 from pipeline import storage
-from pipeline.artifact import open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.engine.draft import draft
 from pipeline.models.precision import resolve_precision
@@ -272,17 +272,17 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
         assert answer.certified
 
 
+def scores_of_replies(ranker: Artifact) -> dict[str, float]:
+    """By id, for CONTEXT."""
+    scores = formula_scores(load_ranker(ranker.local()), CONTEXT, list(REPLIES.values()))
+    return dict(zip(REPLIES, scores, strict=True))
+
+
 def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
     model, cross = tiny_ranker("poly"), tiny_ranker("cross")
     one = asking(model, tiny_pool(model), second_stage=cross.uri)
     found = one.rank_pool(CONTEXT, "replies", 4)
-    scores = dict(
-        zip(
-            REPLIES,
-            formula_scores(load_ranker(cross.local()), CONTEXT, list(REPLIES.values())),
-            strict=True,
-        )
-    )
+    scores = scores_of_replies(cross)
     best = sorted(scores, key=lambda name: -scores[name])[:4]
     assert [r.id for r in found] == best
     assert [r.score for r in found] == pytest.approx([scores[name] for name in best], rel=1e-4)
@@ -294,10 +294,8 @@ def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
 def test_together_the_mean_of_both_stages_counts(tiny_ranker, tiny_pool, asking):
     model, cross = tiny_ranker("poly"), tiny_ranker("cross")
     first = asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)
-    again = formula_scores(
-        load_ranker(cross.local()), CONTEXT, [REPLIES[result.id] for result in first]
-    )
-    means = {r.id: (r.score + score) / 2 for r, score in zip(first, again, strict=True)}
+    again = scores_of_replies(cross)
+    means = {result.id: (result.score + again[result.id]) / 2 for result in first}
     one = asking(
         model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3, together=True
     )
@@ -311,13 +309,7 @@ def test_with_a_second_stage_the_certificate_is_that_of_the_first(tiny_ranker, t
     """The cross-encoder would prefer a row that the first stage does not hand on."""
     model, cross = tiny_ranker("poly"), tiny_ranker("cross", 1)
     handed_on = [row.id for row in asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)]
-    scores = dict(
-        zip(
-            REPLIES,
-            formula_scores(load_ranker(cross.local()), CONTEXT, list(REPLIES.values())),
-            strict=True,
-        )
-    )
+    scores = scores_of_replies(cross)
     best = max(scores, key=lambda name: scores[name])
     assert best not in handed_on
     one = asking(model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3)
