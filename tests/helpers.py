@@ -109,15 +109,13 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def formula_scores(ranker: Ranker, context: Sequence[str], texts: Sequence[str]) -> list[float]:
-    """By the papers' formulas in float64, one candidate at a time."""
+    """By the papers' formulas in float64; a cross-encoder's one candidate at a time."""
     if ranker.config.architecture == "cross":
         return [float(inference.pair_scores(ranker, [context], [[text]])[0]) for text in texts]
     vectors, mask = inference.context_vectors(ranker, [context])
-    vectors_MD, scores = vectors[0][mask[0]].double().numpy(), []
-    for text in texts:
-        logits_M = vectors_MD @ inference.candidate_vectors(ranker, [text])[0].double().numpy()
-        scores.append(float(softmax(logits_M) @ logits_M))
-    return scores
+    candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
+    logits_CM = candidates_CD @ vectors[0][mask[0]].double().numpy().T
+    return [float(softmax(logits_M) @ logits_M) for logits_M in logits_CM]
 
 
 # Processes
