@@ -9,6 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.arrays import GOLDEN, mix
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.hashing import Tokens
 
@@ -114,14 +115,13 @@ def test_a_segment_is_a_polynomial_of_its_own_values_alone(values, data):
     start = data.draw(st.integers(0, len(values)))
     end = data.draw(st.integers(start, len(values)))
     polynomial = sum(x * hashing._BASE**i for i, x in enumerate(values[start:end])) % 2**64
-    expected = hashing.mix(hashes([polynomial]))
+    expected = mix(hashes([polynomial]))
     assert hashing.segments(hashes(values), np.array([start]), np.array([end])) == expected
 
 
 def test_mixing_gives_the_published_numbers():
     # SplitMix64 seeded with 0 begins with these.
-    golden = np.uint64(hashing._GOLDEN)
-    found = hashing.mix(np.arange(1, 4, dtype=np.uint64) * golden).tolist()
+    found = mix(np.arange(1, 4, dtype=np.uint64) * GOLDEN).tolist()
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
