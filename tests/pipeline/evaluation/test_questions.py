@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.evaluation.drawn_rows import read_rows
+from pipeline.corpora.drawn_rows import read_rows
 from pipeline.evaluation.questions import Question, Questions, questions, validation_questions
 
 COUNT = 600
