@@ -43,13 +43,14 @@ from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from serve import tracing
 from serve.batcher import Batch
-from serve.engine import Engine, PoolAnswer
+from serve.engine import Engine
 from serve.follower import Follower
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.guard import ModelAnswer, log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
+from serve.pools import PoolAnswer
 from serve.refusals import Refusal
 from serve.service import Service
 from serve.shards import (

@@ -28,11 +28,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cachetools import TTLCache
 
@@ -55,6 +55,7 @@ _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
 
+ResultT = TypeVar("ResultT")
 SENDER: ContextVar[str] = ContextVar("sender", default="")
 """The sender of the current request."""
 
@@ -140,6 +141,8 @@ class _Part:
     cost: float = 0.0
     mean: _Mean = field(default_factory=_Mean)
     """Seconds of a unit of cost, as measured by now."""
+    is_in_admitted_list: bool = False
+    """Whether an earlier part of its list was admitted."""
     spent_s: float = 0.0
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of admission."""
@@ -189,6 +192,16 @@ def lower_priority() -> None:
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS_STEP
         os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
+
+
+async def all_of(*parts: Coroutine[Any, Any, ResultT]) -> list[ResultT]:
+    """The results of the parts of a request. If one fails, the others are cancelled, and compute nothing."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class Batcher:
@@ -288,8 +301,8 @@ class Batcher:
     @contextmanager
     def admit(
         self, name: str, cost: float, deadline: float, is_admitted: bool = False
-    ) -> Iterator[bool]:
-        """Admits a request, whose rows are handed in inside the `with` block; whether it is the first part.
+    ) -> Iterator[None]:
+        """Admits a request, whose rows are handed in inside the `with` block.
 
         `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
         `is_admitted`: it belongs to a list, whose first part was admitted. Raises Refusal (overloaded) if the
@@ -298,19 +311,20 @@ class Batcher:
         request, mean = _request.get() or _Request(), self._means[name]
         request.is_admitted |= is_admitted
         request.cost += cost
-        is_bulk, is_first = request.cost > 1.0, not request.is_admitted
-        if is_first and (refusal := self.refusal(deadline, is_bulk, cost * mean.value)):
-            raise refusal
-        request.is_admitted = True
+        is_bulk, is_in_admitted_list = request.cost > 1.0, request.is_admitted
+        if not is_in_admitted_list:
+            if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
+                raise refusal
+            request.is_admitted = True
         key = SENDER.get(), is_bulk
         with self._changed:
             self._present[SENDER.get()] = True
         queue = self._queues.setdefault(key, _Queue(_BULK if is_bulk else 1.0))
-        part = _Part(queue, cost, mean)
+        part = _Part(queue, cost, mean, is_in_admitted_list)
         queue.add(part)
         token = _part.set(part)
         try:
-            yield is_first
+            yield
             if part.spent_s:
                 mean.add(part.spent_s / cost)
         finally:
@@ -319,6 +333,12 @@ class Batcher:
             if not queue.parts:
                 self._queues.pop(key, None)
             self._sum_anew()
+
+    @property
+    def is_in_admitted_list(self) -> bool:
+        """Whether the current request belongs to a list, of which an earlier part was admitted."""
+        part = _part.get()
+        return part is not None and part.is_in_admitted_list
 
     async def run(
         self, stage: Stage, rows: Sequence[Any], costs: Sequence[float], deadline: float
@@ -359,7 +379,6 @@ class Batcher:
                     return
                 batch = self._next_batch()
             if batch:
-                self._busy_since = time.monotonic()
                 self._compute(batch)
                 self._busy_since = None
 
@@ -413,7 +432,8 @@ class Batcher:
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""
-        stage, began = batch[0][0].stage, time.monotonic()
+        stage = batch[0][0].stage
+        self._busy_since = began = time.monotonic()
         for call, _ in batch:
             call.began = min(call.began, began)
         try:

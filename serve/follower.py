@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import BadInput
-from serve.engine import Engine
 from serve.versions import (
     RETRY_S,
     Decision,
@@ -26,6 +25,9 @@ from serve.versions import (
     log_failure,
     problem_of,
 )
+
+if TYPE_CHECKING:
+    from serve.engine import Engine
 
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended

@@ -16,27 +16,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
-from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.engine import (
-    Engine,
-    ExplainableRanking,
-    PoolAnswer,
-    PoolQuery,
-    SecondStage,
-    search_cost,
-    search_share,
-    vectors_at,
-)
+from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
+from serve.engine import Engine, ExplainableRanking, SecondStage
 from serve.intents import Intents
-from serve.masks import ALL_ROWS, RowFilter
+from serve.pools import ALL_ROWS, RowFilter, search_share
 from serve.refusals import Refusal
-from serve.shards import ShardQuery
 
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
@@ -103,13 +94,6 @@ class _TextsToScore(NamedTuple):
     tokens: int
     cost: float
     """In batches."""
-
-
-def _require_pool(engine: Engine, name: str) -> None:
-    """Raises Refusal for an unknown pool, before admission: the batcher keeps times by pool."""
-    if name not in engine.pool_rows:
-        served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
-        raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
 
 
 def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
@@ -188,7 +172,8 @@ class Service:
         It asks three times, as the batcher ignores the first measurement. A busy one, which knows the times,
         may refuse."""
         SENDER.set("rehearsal")
-        for query in [_sample_query(engine, pool) for pool in (None, *engine.pools)] * 3:
+        pools = [None, *(pool.name for pool in engine.local_pools)]
+        for query in [_sample_query(engine, pool) for pool in pools] * 3:
             with suppress(Refusal):
                 await self._answer(query, deadline, engine)
 
@@ -198,10 +183,13 @@ class Service:
             raise Refusal("invalid_request", message, "explain")
         if query.pool is None:
             return await self._rank_candidates(engine, query, deadline)
-        _require_pool(engine, query.pool)
+        if query.pool not in engine.pools:  # before admission: the batcher keeps times by pool
+            served_pools = ", ".join(sorted(engine.pools)) or "none"
+            message = f"pool: not served here; there are: {served_pools}"
+            raise Refusal("unknown_pool", message, "pool")
         cost = search_share(_search_depth(engine, query))
-        with self.batcher.admit(f"search {query.pool}", cost, deadline) as is_first:
-            return await self._search(engine, query, query.pool, deadline, not is_first)
+        with self.batcher.admit(f"search {query.pool}", cost, deadline):
+            return await self._search(engine, query, query.pool, deadline)
 
     async def _rank_candidates(
         self, engine: Engine, query: RankQuery, deadline: float
@@ -209,14 +197,16 @@ class Service:
         candidates = query.candidates or []
         texts = [candidate.text for candidate in candidates]
         texts_to_score = await self._texts_to_score(engine, query.context, texts)
+        context_row = texts_to_score.context_row
+        explained = None
         with self.batcher.admit("rank", texts_to_score.cost, deadline):
-            scores, explainable = await self._score(engine, texts_to_score, deadline)
+            scores, vectors = await self._score(engine, texts_to_score, deadline)
             ids = [candidate.id for candidate in candidates]
             results = best_results(ids, texts, scores, query.top_k)
-            explained = None
-            if query.explain and explainable is not None:
-                order = [result.index for result in results]
-                ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
+            if query.explain and vectors is not None:
+                vectors_MD, mask_M, vectors_CD = vectors
+                best_KD = vectors_CD[[texts_to_score.places[result.index] for result in results]]
+                ranking = ExplainableRanking(context_row, vectors_MD, mask_M, best_KD)
                 explained = await self._explain(engine, ranking, deadline)
         return RankAnswer(
             results,
@@ -224,7 +214,7 @@ class Service:
             engine,
             explained=explained,
             candidates=len(texts),
-            context_tokens=len(texts_to_score.context_row),
+            context_tokens=len(context_row),
         )
 
     async def scores(
@@ -252,28 +242,24 @@ class Service:
 
     async def _score(
         self, engine: Engine, texts: _TextsToScore, deadline: float
-    ) -> tuple[list[float], ExplainableRanking | None]:
-        """The scores, and where the model has vectors those of the context and of all texts."""
+    ) -> tuple[list[float], tuple[Tensor, Tensor, Tensor] | None]:
+        """The scores; and if the model has vectors, those of the context [M, D], which of them count [M], and
+        those of the distinct texts [C, D]."""
         context_row, rows, places, _, _ = texts
-        explainable = None
+        vectors = None
         if engine.has_vectors:
-            context_vectors, vectors = await asyncio.gather(
+            ((vectors_MD, mask_M),), vectors_C = await all_of(
                 self.batcher.run(engine.contexts, [context_row], [len(context_row)], deadline),
                 self.batcher.run(engine.candidates, rows, list(map(len, rows)), deadline),
             )
-            vectors_MD, mask_M = context_vectors[0]
+            vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
             products = len(rows) * vectors_MD.numel()
-            vectors_CD = torch.stack(vectors)
-            ranking = (vectors_MD, mask_M, vectors_CD)
-            explainable = ExplainableRanking(
-                context_row, vectors_MD, mask_M, lambda: vectors_CD[places]
-            )
-            (scores,) = await self.batcher.run(engine.scores, [ranking], [products], deadline)
+            (scores,) = await self.batcher.run(engine.scores, [vectors], [products], deadline)
         else:
             pairs = [(context_row, row) for row in rows]
             sizes = [len(context_row) + len(row) - 1 for row in rows]
             scores = await self.batcher.run(engine.pairs, pairs, sizes, deadline)
-        return [scores[place] for place in places], explainable
+        return [scores[place] for place in places], vectors
 
     async def _explain(
         self, engine: Engine, ranking: ExplainableRanking, deadline: float
@@ -293,7 +279,7 @@ class Service:
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[Tensor, int]:
         """([N, D], tokens read)"""
         rows = await self._tokenize(engine.ranker.candidate_rows, texts)
         vectors = await self._run_alone(engine.candidates, rows, deadline)
@@ -301,7 +287,7 @@ class Service:
 
     async def context_vectors(
         self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], int]:
         """(([M, D], [M]) of each context, tokens read)"""
         rows = await self._tokenize(engine.ranker.context_rows, contexts)
         return await self._run_alone(engine.contexts, rows, deadline), sum(map(len, rows))
@@ -330,53 +316,35 @@ class Service:
         return intents, [classified_of_text[text] for text in texts]
 
     async def _search(
-        self, engine: Engine, query: RankQuery, name: str, deadline: float, is_admitted: bool
+        self, engine: Engine, query: RankQuery, name: str, deadline: float
     ) -> RankAnswer:
-        """`is_admitted`: it belongs to a list, whose first part was admitted; for the shards."""
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         ((vectors_MD, mask_M),) = await self.batcher.run(
             engine.contexts, [row], [len(row)], deadline
         )
-        top_k, pool = _search_depth(engine, query), engine.pools.get(name)
-        found: PoolAnswer
-        if pool is not None:
-            row_mask = await engine.masks.allowed_rows(pool, query.rows)
-            pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
-            (found,) = await self.batcher.run(
-                engine.searches[name], [pool_query], [search_cost(top_k)], deadline
-            )
-        else:
-            shard_query = ShardQuery(
-                vectors_MD.numpy(), mask_M.numpy(), engine.ranker.config.search_attention,
-                top_k, query.rows, query.explain, is_admitted,
-            )  # fmt: skip
-            found = await engine.sharded[name].search(shard_query, deadline)
+        pool, top_k = engine.pools[name], _search_depth(engine, query)
+        pool_query = engine.pool_query(vectors_MD, mask_M, top_k, query.rows, query.explain)
+        found = await pool.search(pool_query, deadline, self.batcher)
         results, explained = found.results, None
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
-        places = [result.index for result in results]
         known_contexts: Sequence[list[str] | None] = ()
         if known := engine.known_contexts.get(name):
-            known_contexts = known.nearest(vectors_MD[0], places)
+            known_contexts = known.nearest(vectors_MD[0], [result.index for result in results])
         if query.explain and results:
-
-            def candidates() -> torch.Tensor:
-                if pool is not None:
-                    return torch.from_numpy(vectors_at(pool, places))
-                return torch.from_numpy(np.stack([found.vectors[place] for place in places]))
-
-            ranking = ExplainableRanking(row, vectors_MD, mask_M, candidates)
+            vectors_KD = np.stack([found.vectors[result.index] for result in results])
+            ranking = ExplainableRanking(row, vectors_MD, mask_M, torch.from_numpy(vectors_KD))
             explained = await self._explain(engine, ranking, deadline)
         return RankAnswer(
             results,
             found.certified,
             engine,
             pool=name,
-            pool_version=engine.sharded[name].version if pool is None else pool.version,
+            pool_version=pool.version,
             known_contexts=known_contexts,
             explained=explained,
             missing_shards=found.missing_shards,
-            candidates=engine.pool_rows[name],
+            candidates=pool.rows,
             context_tokens=len(row),
         )
 

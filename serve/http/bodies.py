@@ -22,7 +22,7 @@ from pydantic import (
 
 from serve.answers import Explanation, Result
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS, Limits
-from serve.masks import RowFilter
+from serve.pools import RowFilter
 from serve.refusals import require_at_most
 from serve.service import CandidateText, RankQuery
 

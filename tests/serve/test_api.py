@@ -23,9 +23,9 @@ from pipeline.config import BadInput
 from pipeline.pools.pool import Pool
 from serve import app
 from serve.batcher import SENDER, Stage
-from serve.engine import search_share
 from serve.http import api
 from serve.limits import Limits
+from serve.pools import search_share
 from serve.refusals import CODES, REFUSALS
 from serve.service import Service
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.masks import ENTRY_BYTES, Masks, RowFilter
+from serve.pools import ENTRY_BYTES, Masks, RowFilter
 from serve.refusals import Refusal
 
 from .conftest import Clock, run
@@ -448,7 +448,7 @@ class Filtered:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.artifact = SimpleNamespace(uri="pools/replies/v-1")
         self.selected, self.threads = Counter[str](), set[int]()
-        monkeypatch.setattr("serve.masks.filters.select", self._select)
+        monkeypatch.setattr("serve.pools.filters.select", self._select)
 
     def _select(self, pool: Any, allow: Any, deny: Sequence[str], where: Any) -> np.ndarray:
         self.selected[deny[0]] += 1

@@ -34,7 +34,7 @@ from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine
-from serve.masks import RowFilter
+from serve.pools import RowFilter
 from serve.refusals import Refusal
 from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard

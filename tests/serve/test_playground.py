@@ -167,7 +167,7 @@ def test_a_pool_without_known_questions_names_none(client):
 
 
 def test_a_pool_with_too_many_known_questions_names_none(faq, monkeypatch):
-    (pool,) = faq.engine.pools.values()
+    (pool,) = (served.pool for served in faq.engine.local_pools)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is not None
     monkeypatch.setattr(known_contexts, "MOST", 2)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is None

@@ -23,7 +23,7 @@ from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
 from serve.http import api
-from serve.masks import ALL_ROWS, Masks, RowFilter
+from serve.pools import ALL_ROWS, Masks, RowFilter
 from serve.refusals import Refusal
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 

@@ -539,11 +539,12 @@ def test_vectors_that_are_not_the_models_are_refused(model, pools, publish):
     engine = engine_of(resolve(targets(model, pools))[0])
     with pytest.raises(BadInput, match="is not what the model makes of its text"):
         pool = engine.pools["replies"]
-        shards = tuple(
-            replace(shard, vectors=shard.vectors._replace(matrix=shard.vectors.matrix[::-1].copy()))
-            for shard in pool.shards
-        )
-        engine._check(replace(pool, shards=shards))
+        vectors = [canary.vector_D for canary in reversed(pool.canaries)]
+        pool.canaries = [
+            canary._replace(vector_D=vector_D)
+            for canary, vector_D in zip(pool.canaries, vectors, strict=True)
+        ]
+        engine._check_pools()
 
 
 def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, publish, clock):
