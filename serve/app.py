@@ -12,7 +12,6 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 # and would pass a plain dictionary where it finds a string.
 import asyncio
 import functools
-import gc
 import logging
 import os
 import random
@@ -44,7 +43,7 @@ from pipeline.registry import REGISTRY, model_uri
 from serve import tracing
 from serve.batcher import Batch
 from serve.engine import Engine
-from serve.follower import Follower
+from serve.follower import Follower, collect_garbage
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.guard import ModelAnswer, log_to_stderr
@@ -243,7 +242,7 @@ class Ranker:
             engine.close()
             raise
         self._metrics.load_seconds.set(time.monotonic() - began)
-        _collect_garbage()
+        collect_garbage()
         _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
         return engine
 
@@ -326,18 +325,6 @@ class _DeployedShard:
             return Refusal("overloaded", message, retry_after_s=1.0)
         except (RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
-
-
-def _collect_garbage() -> None:
-    """Collects what an earlier version has left, and leaves out of later collections what is loaded now.
-
-    Otherwise the results of large answers set off full collections again and again, each of 0.1 to 0.35 s in
-    which nobody is answered: of 56 lists of 64 queries with `top_k` 1,000 39 were answered in time, now all,
-    and small requests beside them took 0.24 s at p99, now 0.13 s."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
 
 
 def build(args: Args) -> serve.Application:
