@@ -21,7 +21,6 @@ from serve.versions import (
     RefusedPool,
     Report,
     Versions,
-    key_of,
     log_failure,
     problem_of,
 )
@@ -46,9 +45,10 @@ class Follower:
     problems: tuple[str, ...] = ()
     _engine: Engine | None = None
     _serving: Versions | None = None
-    _prepared: tuple[Versions, Engine] | None = None
-    _retry_at: dict[str, float] = field(default_factory=dict)
-    """Keys of versions that could not be loaded, and when to try again."""
+    _prepared: Versions | None = None
+    _prepared_engine: Engine | None = None
+    _retry_at: dict[Versions, float] = field(default_factory=dict)
+    """Versions that could not be loaded, and when to try again."""
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self, until_loaded: bool = True) -> None:
@@ -67,7 +67,7 @@ class Follower:
 
     def close(self) -> None:
         self._stop.set()
-        for engine in (self._engine, self._prepared[1] if self._prepared else None):
+        for engine in (self._engine, self._prepared_engine):
             if engine is not None:
                 engine.close()
 
@@ -95,15 +95,15 @@ class Follower:
         decision = self._report()
         self._serve_prepared(decision)  # other replicas do so now, and the next load takes long
         for versions in (decision.decided, decision.proposed):
-            if versions is None or versions.key in (key_of(self._serving), self._prepared_key):
+            if versions in (None, self._serving, self._prepared):
                 continue
-            if time.monotonic() < self._retry_at.get(versions.key, 0.0):
+            if time.monotonic() < self._retry_at.get(versions, 0.0):
                 continue
             try:
                 engine = self._load_while_reporting(versions)
             except Exception as error:
                 log_failure(f"cannot load {versions}", error)
-                self._retry_at[versions.key] = time.monotonic() + RETRY_S
+                self._retry_at[versions] = time.monotonic() + RETRY_S
                 return self._report(
                     refused=versions,
                     refused_pools=(error.uri,) if isinstance(error, RefusedPool) else (),
@@ -111,20 +111,21 @@ class Follower:
                     may_pass=not isinstance(error, BadInput),
                 )
             self._close_prepared()
-            self._prepared = (versions, engine)
+            self._prepared, self._prepared_engine = versions, engine
             decision = self._report()
             break
         self._serve_prepared(decision)
-        if self._serving is not None and self._prepared_key != key_of(decision.proposed):
+        if self._serving is not None and self._prepared != decision.proposed:
             self._close_prepared()  # another replica refused it
         return decision
 
     def _serve_prepared(self, decision: Decision) -> None:
         """Swaps, if what it has prepared is decided."""
-        if self._prepared is None or key_of(decision.decided) != self._prepared_key:
+        if self._prepared is None or decision.decided != self._prepared:
             return
-        previous_engine, (self._serving, engine) = self._engine, self._prepared
-        self._engine, self._prepared = engine, None  # the swap, for all later requests
+        previous_engine = self._engine
+        self._engine = self._prepared_engine  # the swap, for all later requests
+        self._serving, self._prepared, self._prepared_engine = self._prepared, None, None
         if previous_engine is not None:
             close_later(previous_engine.close)
 
@@ -137,13 +138,13 @@ class Follower:
         return loading.result()
 
     def _close_prepared(self) -> None:
-        if self._prepared is not None:
-            close_later(self._prepared[1].close, 0.0)
-            self._prepared = None
+        if self._prepared_engine is not None:
+            close_later(self._prepared_engine.close, 0.0)
+            self._prepared = self._prepared_engine = None
 
     def _report(self, **refusal: Any) -> Decision:
         """`refusal`: what it could not load; see `Report`."""
-        report = Report(self.replica, self._serving, self._prepared_key, **refusal)
+        report = Report(self.replica, self._serving, self._prepared, **refusal)
         decision = self.ask(report)
         self._set_problems(decision.problems)
         return decision
@@ -151,10 +152,6 @@ class Follower:
     def _set_problems(self, problems: tuple[str, ...]) -> None:
         self.problems = problems
         self.record_decision(problems)
-
-    @property
-    def _prepared_key(self) -> str:
-        return key_of(self._prepared[0]) if self._prepared else ""
 
 
 def close_later(close: Callable[[], None], seconds: float = _LEASE_S) -> threading.Timer:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
-from pipeline.config import BadInput, Stopped, digest
+from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import read_settings
 from pipeline.pools.pool import CURRENT, KIND
 
@@ -46,14 +46,6 @@ class Versions:
     pools: tuple[str, ...]
     """URIs of one version of each pool."""
 
-    @property
-    def key(self) -> str:
-        return digest([self.model, self.fingerprint, *self.pools])
-
-
-def key_of(versions: Versions | None) -> str:
-    return versions.key if versions else ""
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -71,8 +63,8 @@ class Report:
 
     replica: str
     serving: Versions | None
-    prepared: str = ""
-    """Key of versions that the replica has loaded and does not serve yet."""
+    prepared: Versions | None = None
+    """Versions that the replica has loaded and does not serve yet."""
     refused: Versions | None = None
     """Versions that the replica could not load."""
     refused_pools: tuple[str, ...] = ()
@@ -207,9 +199,9 @@ class Decider:
         self._proposed: Versions | None = None
         self._reports: dict[str, tuple[float, Report]] = {}
         """The last report of each living replica, and its time."""
-        self._refused: dict[str, tuple[float, Report]] = {}
-        """Reports of versions that a replica could not load, by key, and the time from which they may be
-        proposed again."""
+        self._refused: dict[Versions, tuple[float, Report]] = {}
+        """For versions that a replica could not load the time from which they may be proposed again, and the
+        report."""
         self._problems: list[str] = []
         self._decides_from = -math.inf
         """The time by which all living replicas have reported."""
@@ -222,7 +214,7 @@ class Decider:
         with self._lock:
             reports, refused = self._reports.items(), self._refused.items()
             self._reports = {name: entry for name, entry in reports if now - entry[0] < patience_s}
-            self._refused = {key: entry for key, entry in refused if now < entry[0]}
+            self._refused = {versions: entry for versions, entry in refused if now < entry[0]}
             is_new = report.replica not in self._reports
             self._reports[report.replica] = now, report
             if self._decided is None and report.serving is not None:
@@ -232,9 +224,9 @@ class Decider:
             elif is_new and self._decided is None:  # it may load what its predecessor could not
                 self._refused, self._problems = {}, []
                 self._is_due.set()
-            proposed_key, last_reports = key_of(self._proposed), self._reports.values()
             is_loaded_by_all = all(
-                proposed_key in (last.prepared, key_of(last.serving)) for _, last in last_reports
+                self._proposed in (last.prepared, last.serving)
+                for _, last in self._reports.values()
             )
             if self._proposed and now >= self._decides_from and is_loaded_by_all:
                 self._decided, self._proposed = self._proposed, None
@@ -261,19 +253,19 @@ class Decider:
                 if problem not in self._problems:
                     _log.warning("%s", problem)
             self._problems = problems
-            is_served = wanted.key == key_of(self._decided)
+            is_served = wanted == self._decided
             if is_served and not problems:  # the refused versions are not wanted any longer
                 self._refused = {}
-            self._proposed = None if is_served or wanted.key in self._refused else wanted
+            self._proposed = None if is_served or wanted in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers refused versions: the pool versions that are the reason, or all."""
         until = now + RETRY_S if report.may_pass else math.inf
-        self._refused[versions.key] = until, report
+        self._refused[versions] = until, report
         self._proposed = None
         self._is_due.set()
-        served_keys = [key_of(last.serving) for _, last in self._reports.values()]
-        if key_of(self._decided) == versions.key and versions.key not in served_keys:
+        served = [last.serving for _, last in self._reports.values()]
+        if self._decided == versions and versions not in served:
             self._decided = None  # its files have gone: decide again
 
 
