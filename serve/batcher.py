@@ -83,6 +83,8 @@ class Stage:
     """Rows to their results, in order."""
     batch_cost: float
     """The most cost (usually tokens) in a batch. A row that costs more is computed alone."""
+    cost: Callable[[Any], float] = len
+    """The cost of a row."""
 
 
 @dataclass(frozen=True)

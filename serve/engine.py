@@ -126,13 +126,17 @@ class Engine:
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Stage("contexts", self._encode_contexts, tokens)
         self.candidates = Stage("candidates", self._encode_candidates, tokens)
-        self.pairs = Stage("pairs", functools.partial(_score_pairs, self.ranker), tokens)
+        self.pairs = Stage(
+            "pairs", functools.partial(_score_pairs, self.ranker), tokens, pair_tokens
+        )
         self.second_stage: SecondStage | None = None
         self.intents: Intents | None = None
         if classifier:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
-        self.scores = Stage("scores", self._score, _PRODUCTS)
-        self.explanations = Stage("explanations", self._explain, tokens)
+        self.scores = Stage("scores", self._score, _PRODUCTS, _products)
+        self.explanations = Stage(
+            "explanations", self._explain, tokens, lambda ranking: len(ranking.row)
+        )
 
     def _load_second_stage(
         self, uri: str, precision: Precision, candidates: int, together: bool
@@ -140,9 +144,8 @@ class Engine:
         artifact = open_artifact(uri, "ranker")
         ranker = LoadedRanker.load(uri, precision).module
         ranker.config.require_pairs()
-        pairs = Stage(
-            "second_stage", functools.partial(_score_pairs, ranker), self.pairs.batch_cost
-        )
+        score_pairs = functools.partial(_score_pairs, ranker)
+        pairs = Stage("second_stage", score_pairs, self.pairs.batch_cost, pair_tokens)
         self.second_stage = SecondStage(artifact, ranker, pairs, candidates, together)
 
     def _load_known_contexts(self) -> None:
@@ -278,6 +281,17 @@ class Engine:
 def _release(copies: Sequence[Path]) -> None:
     for folder in copies:
         node_cache.release(folder)
+
+
+def pair_tokens(pair: tuple[Sequence[int], Sequence[int]]) -> int:
+    """The tokens of a context's and a candidate's row together, which need one [CLS]."""
+    context_row, row = pair
+    return len(context_row) + len(row) - 1
+
+
+def _products(ranking: tuple[Tensor, Tensor, Tensor]) -> int:
+    vectors_MD, _, vectors_CD = ranking
+    return len(vectors_CD) * vectors_MD.numel()
 
 
 def _score_pairs(

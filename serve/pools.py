@@ -118,7 +118,7 @@ class OpenPool:
         self.description = {**describe(pool), "columns": pool.filter_columns}
         self.canaries = pool.canaries(_CANARIES) if len(pool) else []
         """Some rows, to check that the model embedded them."""
-        self.stage = Stage("search", self._search, _SEARCHES)
+        self.stage = Stage("search", self._search, _SEARCHES, _cost)
         """Its rows are queries with their masks; one pass over the pool answers several."""
         self._masks = masks
         self._first = part.rows(pool.artifact.rows("rows/")).start if part else 0
@@ -140,8 +140,8 @@ class OpenPool:
         if not self.rows:
             return PoolAnswer([], True)
         row_mask = await self._masks.allowed_rows(self.pool, query.rows)
-        cost = search_cost(query.top_k)
-        (answer,) = await batcher.run(self.stage, [(query, row_mask)], [cost], deadline)
+        row = (query, row_mask)
+        (answer,) = await batcher.run(self.stage, [row], [_cost(row)], deadline)
         assert isinstance(answer, PoolAnswer)
         return answer
 
@@ -178,14 +178,14 @@ class OpenPool:
         return dict(zip(places, self.pool.vectors_at(ascending_K), strict=True))
 
 
-def search_cost(top_k: int) -> float:
-    """The cost of a search in searches: the texts of its results are read, too."""
-    return 1 + top_k / _ROWS_OF_A_SEARCH
-
-
 def search_share(top_k: int) -> float:
-    """The cost of a search in batches."""
-    return search_cost(top_k) / _SEARCHES
+    """The cost of a search in batches: the texts of its results are read, too."""
+    return (1 + top_k / _ROWS_OF_A_SEARCH) / _SEARCHES
+
+
+def _cost(row: tuple[PoolQuery, Bools | None]) -> float:
+    """The cost in searches."""
+    return _SEARCHES * search_share(row[0].top_k)
 
 
 def search_device() -> str:

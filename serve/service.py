@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,10 +24,11 @@ from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
 from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
-from serve.engine import Engine, ExplainableRanking, SecondStage
+from serve.engine import Engine, ExplainableRanking, SecondStage, pair_tokens
 from serve.intents import Intents
-from serve.pools import ALL_ROWS, RowFilter, search_share
+from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_share
 from serve.refusals import Refusal
+from serve.shards import ShardedPool
 
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
@@ -92,8 +93,6 @@ class _TextsToScore(NamedTuple):
     places: list[int]
     """For each text of the request its place in `rows`."""
     tokens: int
-    cost: float
-    """In batches."""
 
 
 def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
@@ -101,12 +100,6 @@ def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
     texts = engine.sample_texts()
     candidates = None if pool else [CandidateText(text, text) for text in texts]
     return RankQuery(texts[:1], candidates, pool, len(texts))
-
-
-def _search_depth(engine: Engine, query: RankQuery) -> int:
-    """Number of rows to search for: more than `top_k` if a second stage scores them again."""
-    stage = engine.second_stage
-    return max(query.top_k, stage.candidates) if stage else query.top_k
 
 
 class Service:
@@ -133,21 +126,18 @@ class Service:
         self.batcher.close()
         self._tokenizing.shutdown(wait=False)
 
-    def choose_engine(self) -> Engine:
-        """The engine for a new request, which uses no other: the champion, or the candidate for its share."""
-        return self._candidate() or self._champion()
-
     @property
     def champion(self) -> Engine:
         """The engine that the service describes."""
         return self._champion()
 
-    async def rank(
-        self, query: RankQuery, deadline: float, engine: Engine | None = None
-    ) -> RankAnswer:
-        """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
-        model cannot explain."""
-        answer = await self._answer(query, deadline, engine or self.choose_engine())
+    def work(self, deadline: float, engine: Engine | None = None) -> Work:
+        """For a new request. `engine`: None: the champion, or the candidate for its share of the requests."""
+        return Work(self, engine or self._candidate() or self._champion(), deadline)
+
+    async def rank(self, query: RankQuery, work: Work) -> RankAnswer:
+        """As `Work.rank`, and records the answer."""
+        answer = await work.rank(query)
         self._record_ranking(answer)
         return answer
 
@@ -159,8 +149,8 @@ class Service:
         if not (problem := self.batcher.problem()) and self.batcher.is_failing:
             SENDER.set("health check")
             try:
-                query, deadline = _sample_query(self.champion), time.monotonic() + _HEALTH_S
-                await self._answer(query, deadline, self.champion)
+                work = self.work(time.monotonic() + _HEALTH_S, self.champion)
+                await work.rank(_sample_query(self.champion))
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem
@@ -175,195 +165,10 @@ class Service:
         pools = [None, *(pool.name for pool in engine.local_pools)]
         for query in [_sample_query(engine, pool) for pool in pools] * 3:
             with suppress(Refusal):
-                await self._answer(query, deadline, engine)
+                await self.work(deadline, engine).rank(query)
 
-    async def _answer(self, query: RankQuery, deadline: float, engine: Engine) -> RankAnswer:
-        if query.explain and not engine.has_vectors:
-            message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
-            raise Refusal("invalid_request", message, "explain")
-        if query.pool is None:
-            return await self._rank_candidates(engine, query, deadline)
-        if query.pool not in engine.pools:  # before admission: the batcher keeps times by pool
-            served_pools = ", ".join(sorted(engine.pools)) or "none"
-            message = f"pool: not served here; there are: {served_pools}"
-            raise Refusal("unknown_pool", message, "pool")
-        cost = search_share(_search_depth(engine, query))
-        with self.batcher.admit(f"search {query.pool}", cost, deadline):
-            return await self._search(engine, query, query.pool, deadline)
-
-    async def _rank_candidates(
-        self, engine: Engine, query: RankQuery, deadline: float
-    ) -> RankAnswer:
-        candidates = query.candidates or []
-        texts = [candidate.text for candidate in candidates]
-        texts_to_score = await self._texts_to_score(engine, query.context, texts)
-        context_row = texts_to_score.context_row
-        explained = None
-        with self.batcher.admit("rank", texts_to_score.cost, deadline):
-            scores, vectors = await self._score(engine, texts_to_score, deadline)
-            ids = [candidate.id for candidate in candidates]
-            results = best_results(ids, texts, scores, query.top_k)
-            if query.explain and vectors is not None:
-                vectors_MD, mask_M, vectors_CD = vectors
-                best_KD = vectors_CD[[texts_to_score.places[result.index] for result in results]]
-                ranking = ExplainableRanking(context_row, vectors_MD, mask_M, best_KD)
-                explained = await self._explain(engine, ranking, deadline)
-        return RankAnswer(
-            results,
-            True,
-            engine,
-            explained=explained,
-            candidates=len(texts),
-            context_tokens=len(context_row),
-        )
-
-    async def scores(
-        self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
-    ) -> tuple[list[float], int]:
-        """(score of each text, tokens read); equal texts are scored once, and so score alike."""
-        texts_to_score = await self._texts_to_score(engine, context, texts)
-        with self.batcher.admit("rank", texts_to_score.cost, deadline):
-            scores, _ = await self._score(engine, texts_to_score, deadline)
-        return scores, texts_to_score.tokens
-
-    async def _texts_to_score(
-        self, engine: Engine, context: Sequence[str], texts: Sequence[str]
-    ) -> _TextsToScore:
-        distinct_texts = list(dict.fromkeys(texts))
-        place_of = {text: place for place, text in enumerate(distinct_texts)}
-        context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
-        rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
-        if engine.has_vectors:
-            tokens = len(context_row) + sum(map(len, rows))
-        else:
-            tokens = sum(len(context_row) + len(row) - 1 for row in rows)  # one [CLS] for both
-        cost = tokens / engine.candidates.batch_cost
-        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens, cost)
-
-    async def _score(
-        self, engine: Engine, texts: _TextsToScore, deadline: float
-    ) -> tuple[list[float], tuple[Tensor, Tensor, Tensor] | None]:
-        """The scores; and if the model has vectors, those of the context [M, D], which of them count [M], and
-        those of the distinct texts [C, D]."""
-        context_row, rows, places, _, _ = texts
-        vectors = None
-        if engine.has_vectors:
-            ((vectors_MD, mask_M),), vectors_C = await all_of(
-                self.batcher.run(engine.contexts, [context_row], [len(context_row)], deadline),
-                self.batcher.run(engine.candidates, rows, list(map(len, rows)), deadline),
-            )
-            vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
-            products = len(rows) * vectors_MD.numel()
-            (scores,) = await self.batcher.run(engine.scores, [vectors], [products], deadline)
-        else:
-            pairs = [(context_row, row) for row in rows]
-            sizes = [len(context_row) + len(row) - 1 for row in rows]
-            scores = await self.batcher.run(engine.pairs, pairs, sizes, deadline)
-        return [scores[place] for place in places], vectors
-
-    async def _explain(
-        self, engine: Engine, ranking: ExplainableRanking, deadline: float
-    ) -> Explained:
-        size, stage = len(ranking.row), engine.explanations
-        explained: list[Explained] = await self.batcher.run(stage, [ranking], [size], deadline)
-        return explained[0]
-
-    async def longer_texts(
-        self, engine: Engine, texts: Sequence[str], are_contexts: bool
-    ) -> list[int]:
-        """Places of the texts that the model does not read to their end. A context has one turn here."""
-        if are_contexts:
-            contexts = [[text] for text in texts]
-            return await self._tokenize(partial(longer_contexts, engine.ranker), contexts)
-        return await self._tokenize(partial(longer_candidates, engine.ranker), texts)
-
-    async def candidate_vectors(
-        self, engine: Engine, texts: Sequence[str], deadline: float
-    ) -> tuple[Tensor, int]:
-        """([N, D], tokens read)"""
-        rows = await self._tokenize(engine.ranker.candidate_rows, texts)
-        vectors = await self._run_alone(engine.candidates, rows, deadline)
-        return torch.stack(vectors), sum(map(len, rows))
-
-    async def context_vectors(
-        self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
-    ) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        """(([M, D], [M]) of each context, tokens read)"""
-        rows = await self._tokenize(engine.ranker.context_rows, contexts)
-        return await self._run_alone(engine.contexts, rows, deadline), sum(map(len, rows))
-
-    async def _run_alone(
-        self, stage: Stage, rows: Sequence[Sequence[int]], deadline: float
-    ) -> list[Any]:
-        """Admits and computes a request that has one stage, of tokens."""
-        sizes = list(map(len, rows))
-        with self.batcher.admit(stage.name, sum(sizes) / stage.batch_cost, deadline):
-            return await self.batcher.run(stage, rows, sizes, deadline)
-
-    async def classify(
-        self, texts: Sequence[str], deadline: float, engine: Engine | None = None
-    ) -> tuple[Intents, list[Classified]]:
-        """(the classifier, its answer for each text); equal texts are read once.
-
-        Raises Refusal where none is served, too much is waiting, or the deadline is over."""
-        intents = (engine or self.choose_engine()).intents
-        if intents is None:
-            raise Refusal("no_classifier")
-        distinct_texts = list(dict.fromkeys(texts))
-        rows = await self._tokenize(intents.rows, distinct_texts)
-        classified = await self._run_alone(intents.stage, rows, deadline)
-        classified_of_text = dict(zip(distinct_texts, classified, strict=True))
-        return intents, [classified_of_text[text] for text in texts]
-
-    async def _search(
-        self, engine: Engine, query: RankQuery, name: str, deadline: float
-    ) -> RankAnswer:
-        (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        ((vectors_MD, mask_M),) = await self.batcher.run(
-            engine.contexts, [row], [len(row)], deadline
-        )
-        pool, top_k = engine.pools[name], _search_depth(engine, query)
-        pool_query = engine.pool_query(vectors_MD, mask_M, top_k, query.rows, query.explain)
-        found = await pool.search(pool_query, deadline, self.batcher)
-        results, explained = found.results, None
-        if engine.second_stage and results:
-            results = await self._rerank(engine.second_stage, query, results, deadline)
-        known_contexts: Sequence[list[str] | None] = ()
-        if known := engine.known_contexts.get(name):
-            known_contexts = known.nearest(vectors_MD[0], [result.index for result in results])
-        if query.explain and results:
-            vectors_KD = np.stack([found.vectors[result.index] for result in results])
-            ranking = ExplainableRanking(row, vectors_MD, mask_M, torch.from_numpy(vectors_KD))
-            explained = await self._explain(engine, ranking, deadline)
-        return RankAnswer(
-            results,
-            found.certified,
-            engine,
-            pool=name,
-            pool_version=pool.version,
-            known_contexts=known_contexts,
-            explained=explained,
-            missing_shards=found.missing_shards,
-            candidates=pool.rows,
-            context_tokens=len(row),
-        )
-
-    async def _rerank(
-        self, stage: SecondStage, query: RankQuery, results: list[Result], deadline: float
-    ) -> list[Result]:
-        (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
-        texts = [result.text for result in results]
-        rows = await self._tokenize(stage.ranker.candidate_rows, texts)
-        sizes = [len(context) + len(row) for row in rows]
-        pairs = [(context, row) for row in rows]
-        scores = await self.batcher.run(stage.pairs, pairs, sizes, deadline)
-        rescored = [
-            replace(result, score=(score + result.score) / 2 if stage.together else score)
-            for result, score in zip(results, scores, strict=True)
-        ]
-        return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
-
-    async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
+    async def tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
+        """Calls a function with texts, beside the event loop."""
         since = time.monotonic()
 
         def tokenize() -> ResultT:
@@ -376,3 +181,187 @@ class Service:
         rows = await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
         tracing.record("tokenize", since, time.monotonic(), texts=len(texts))
         return rows
+
+
+class Work:
+    """What a request lets one engine compute before its deadline. Its methods raise Refusal where too much is
+    waiting (overloaded) or the deadline is over (too_late)."""
+
+    def __init__(self, service: Service, engine: Engine, deadline: float) -> None:
+        self.engine, self.deadline = engine, deadline
+        self._batcher, self._tokenize = service.batcher, service.tokenize
+
+    async def rank(self, query: RankQuery) -> RankAnswer:
+        """Raises Refusal also where there is no such pool, or the model cannot explain."""
+        engine = self.engine
+        if query.explain and not engine.has_vectors:
+            message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
+            raise Refusal("invalid_request", message, "explain")
+        if query.pool is None:
+            return await self._rank_candidates(query)
+        if query.pool not in engine.pools:  # before admission: the batcher keeps times by pool
+            served_pools = ", ".join(sorted(engine.pools)) or "none"
+            message = f"pool: not served here; there are: {served_pools}"
+            raise Refusal("unknown_pool", message, "pool")
+        stage = engine.second_stage
+        depth = max(query.top_k, stage.candidates) if stage else query.top_k
+        with self._admit(f"search {query.pool}", search_share(depth)):
+            return await self._search(query, engine.pools[query.pool], depth)
+
+    async def _rank_candidates(self, query: RankQuery) -> RankAnswer:
+        candidates = query.candidates or []
+        texts = [candidate.text for candidate in candidates]
+        tokenized = await self._texts_to_score(query.context, texts)
+        explained = None
+        with self._admit("rank", self._batches(tokenized.tokens)):
+            scores, vectors = await self._score(tokenized)
+            ids = [candidate.id for candidate in candidates]
+            results = best_results(ids, texts, scores, query.top_k)
+            if query.explain and vectors is not None:
+                vectors_MD, mask_M, vectors_CD = vectors
+                best_KD = vectors_CD[[tokenized.places[result.index] for result in results]]
+                explained = await self._explain(tokenized.context_row, vectors_MD, mask_M, best_KD)
+        return RankAnswer(
+            results,
+            True,
+            self.engine,
+            explained=explained,
+            candidates=len(texts),
+            context_tokens=len(tokenized.context_row),
+        )
+
+    async def _search(
+        self, query: RankQuery, pool: OpenPool | ShardedPool, depth: int
+    ) -> RankAnswer:
+        """`depth`: number of rows to search for: more than `top_k` if a second stage scores them again."""
+        engine = self.engine
+        (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
+        ((vectors_MD, mask_M),) = await self._run(engine.contexts, [row])
+        pool_query = engine.pool_query(vectors_MD, mask_M, depth, query.rows, query.explain)
+        found = await pool.search(pool_query, self.deadline, self._batcher)
+        results, explained = found.results, None
+        if engine.second_stage and results:
+            results = await self._rerank(engine.second_stage, query, results)
+        known_contexts: Sequence[list[str] | None] = ()
+        if known := engine.known_contexts.get(pool.name):
+            known_contexts = known.nearest(vectors_MD[0], [result.index for result in results])
+        if query.explain and results:
+            best_KD = np.stack([found.vectors[result.index] for result in results])
+            explained = await self._explain(row, vectors_MD, mask_M, torch.from_numpy(best_KD))
+        return RankAnswer(
+            results,
+            found.certified,
+            engine,
+            pool=pool.name,
+            pool_version=pool.version,
+            known_contexts=known_contexts,
+            explained=explained,
+            missing_shards=found.missing_shards,
+            candidates=pool.rows,
+            context_tokens=len(row),
+        )
+
+    async def _rerank(
+        self, stage: SecondStage, query: RankQuery, results: list[Result]
+    ) -> list[Result]:
+        (context_row,) = await self._tokenize(stage.ranker.context_rows, [query.context])
+        texts = [result.text for result in results]
+        rows = await self._tokenize(stage.ranker.candidate_rows, texts)
+        scores = await self._run(stage.pairs, [(context_row, row) for row in rows])
+        rescored = [
+            replace(result, score=(score + result.score) / 2 if stage.together else score)
+            for result, score in zip(results, scores, strict=True)
+        ]
+        return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
+
+    async def _explain(
+        self, row: Sequence[int], vectors_MD: Tensor, mask_M: Tensor, best_KD: Tensor
+    ) -> Explained:
+        ranking = ExplainableRanking(row, vectors_MD, mask_M, best_KD)
+        explained: list[Explained] = await self._run(self.engine.explanations, [ranking])
+        return explained[0]
+
+    async def scores(self, context: Sequence[str], texts: Sequence[str]) -> tuple[list[float], int]:
+        """(score of each text, tokens read); equal texts are scored once, and so score alike."""
+        tokenized = await self._texts_to_score(context, texts)
+        with self._admit("rank", self._batches(tokenized.tokens)):
+            scores, _ = await self._score(tokenized)
+        return scores, tokenized.tokens
+
+    async def _texts_to_score(self, context: Sequence[str], texts: Sequence[str]) -> _TextsToScore:
+        engine = self.engine
+        distinct_texts = list(dict.fromkeys(texts))
+        place_of = {text: place for place, text in enumerate(distinct_texts)}
+        (context_row,) = await self._tokenize(engine.ranker.context_rows, [context])
+        rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
+        if engine.has_vectors:
+            tokens = len(context_row) + sum(map(len, rows))
+        else:
+            tokens = sum(pair_tokens((context_row, row)) for row in rows)
+        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens)
+
+    async def _score(
+        self, texts: _TextsToScore
+    ) -> tuple[list[float], tuple[Tensor, Tensor, Tensor] | None]:
+        """The scores; and if the model has vectors, those of the context [M, D], which of them count [M], and
+        those of the distinct texts [C, D]."""
+        engine, vectors = self.engine, None
+        if engine.has_vectors:
+            ((vectors_MD, mask_M),), vectors_C = await all_of(
+                self._run(engine.contexts, [texts.context_row]),
+                self._run(engine.candidates, texts.rows),
+            )
+            vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
+            (scores,) = await self._run(engine.scores, [vectors])
+        else:
+            scores = await self._run(engine.pairs, [(texts.context_row, row) for row in texts.rows])
+        return [scores[place] for place in texts.places], vectors
+
+    async def longer_texts(self, texts: Sequence[str], are_contexts: bool) -> list[int]:
+        """Places of the texts that the model does not read to their end. A context has one turn here."""
+        if are_contexts:
+            contexts = [[text] for text in texts]
+            return await self._tokenize(partial(longer_contexts, self.engine.ranker), contexts)
+        return await self._tokenize(partial(longer_candidates, self.engine.ranker), texts)
+
+    async def candidate_vectors(self, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """([N, D], tokens read)"""
+        rows = await self._tokenize(self.engine.ranker.candidate_rows, texts)
+        return torch.stack(await self._run_alone(self.engine.candidates, rows)), _tokens(rows)
+
+    async def context_vectors(
+        self, contexts: Sequence[Sequence[str]]
+    ) -> tuple[list[tuple[Tensor, Tensor]], int]:
+        """(([M, D], [M]) of each context, tokens read)"""
+        rows = await self._tokenize(self.engine.ranker.context_rows, contexts)
+        return await self._run_alone(self.engine.contexts, rows), _tokens(rows)
+
+    async def classify(self, texts: Sequence[str]) -> tuple[Intents, list[Classified]]:
+        """(the classifier, its answer for each text); equal texts are read once.
+
+        Raises Refusal also where no classifier is served."""
+        if (intents := self.engine.intents) is None:
+            raise Refusal("no_classifier")
+        distinct_texts = list(dict.fromkeys(texts))
+        rows = await self._tokenize(intents.rows, distinct_texts)
+        classified = await self._run_alone(intents.stage, rows)
+        classified_of_text = dict(zip(distinct_texts, classified, strict=True))
+        return intents, [classified_of_text[text] for text in texts]
+
+    async def _run_alone(self, stage: Stage, rows: Sequence[Sequence[int]]) -> list[Any]:
+        """Admits and computes a request that has one stage, of tokens."""
+        with self._admit(stage.name, _tokens(rows) / stage.batch_cost):
+            return await self._run(stage, rows)
+
+    async def _run(self, stage: Stage, rows: Sequence[Any]) -> list[Any]:
+        return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
+
+    def _admit(self, name: str, cost: float) -> AbstractContextManager[None]:
+        return self._batcher.admit(name, cost, self.deadline)
+
+    def _batches(self, tokens: int) -> float:
+        return tokens / self.engine.candidates.batch_cost
+
+
+def _tokens(rows: Sequence[Sequence[int]]) -> int:
+    return sum(map(len, rows))

@@ -5,7 +5,6 @@ The other formats that clients speak are in `wire.py`, the errors in `errors.py`
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import time
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
+from serve.batcher import all_of
 from serve.http import errors, wire
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
 from serve.http.errors import error_responses
-from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
+from serve.http.guard import MODEL, Guard, ModelAnswer, work_of
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import MAX_REQUESTS, Limits
 from serve.refusals import REFUSALS, Refusal, require_at_most
@@ -113,22 +113,14 @@ def create_app(
     ) -> Response:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.choose_engine())
-        deadline: float = request.state.deadline
+        work = work_of(request, ranker)
         ranking_requests = body if isinstance(body, list) else [body]
         for each in ranking_requests:
             each.check_limits(limits)
         require_at_most(limits, "body", len(ranking_requests), "requests")
         with ranker.batcher.one_request():
-            rankings = [
-                asyncio.ensure_future(ranker.rank(each.query(), deadline, engine))
-                for each in ranking_requests
-            ]
-        try:
-            answers = await asyncio.gather(*rankings)
-        finally:
-            for ranking in rankings:  # after a refusal nobody waits for the others
-                ranking.cancel()
+            rankings = (ranker.rank(each.query(), work) for each in ranking_requests)
+            answers = await all_of(*rankings)
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
@@ -146,8 +138,7 @@ def create_app(
         require_at_most(limits, "texts", len(body.texts))
         require_at_most(limits, "top_k", body.top_k, "top_k")
         ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.choose_engine())
-        intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
+        intents, classified = await work_of(request, ranker).classify(body.texts)
         milliseconds = round(1000 * (time.monotonic() - began), 3)
 
         def response() -> ClassifyResponse:

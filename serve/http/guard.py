@@ -33,6 +33,7 @@ from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
 from serve.limits import MAX_TIMEOUT_MS, Limits
 from serve.refusals import Refusal
+from serve.service import Service, Work
 
 TIMEOUT = "x-timeout-ms"
 MODEL = "x-polyrank-model"
@@ -67,12 +68,13 @@ class ModelAnswer(NamedTuple):
     """From the moment that the request was read."""
 
 
-def name_engine(request: Request, engine: Engine) -> Engine:
-    """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
+def work_of(request: Request, service: Service, engine: Engine | None = None) -> Work:
+    """The work of a request. Notes its engine before it begins: a refusal then names the model, too."""
     state = request.state
-    state.model, state.route = engine.model.fingerprint, request.scope["route"].path
+    work = service.work(state.deadline, engine)
+    state.model, state.route = work.engine.model.fingerprint, request.scope["route"].path
     tracing.tag(model=state.model, request_id=state.request_id)
-    return engine
+    return work
 
 
 class Guard:

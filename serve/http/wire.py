@@ -34,7 +34,6 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.engine import Engine
 from serve.http.bodies import (
     AnyRerank,
     ApiVersion,
@@ -56,11 +55,11 @@ from serve.http.bodies import (
     VoyageScore,
 )
 from serve.http.errors import error_responses
-from serve.http.guard import name_engine
+from serve.http.guard import work_of
 from serve.http.json_answers import json_answer
 from serve.limits import Limits
 from serve.refusals import REFUSALS, Refusal, require_at_most
-from serve.service import Service
+from serve.service import Service, Work
 
 
 def add_routes(
@@ -87,9 +86,8 @@ def add_routes(
         require_at_most(limits, "documents", len(body.documents))
         texts, service = body.texts, require_model(body.model)
         whole = "documents" if body.needs_whole_texts else ""
-        best_first, tokens = await _score(
-            service, body.query, texts, request, body.raw_scores, whole
-        )
+        work = work_of(request, service)
+        best_first, tokens = await _score(work, body.query, texts, body.raw_scores, whole)
         results = [
             DocumentScore(
                 index=place,
@@ -128,9 +126,8 @@ def add_routes(
         texts = body.texts
         require_at_most(limits, "texts", len(texts))
         whole = "texts" if body.needs_whole_texts else ""
-        best_first, _ = await _score(
-            require_service(), body.query, texts, request, body.raw_scores, whole
-        )
+        work = work_of(request, require_service())
+        best_first, _ = await _score(work, body.query, texts, body.raw_scores, whole)
         return [
             TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
             for place, score in best_first
@@ -150,7 +147,8 @@ def add_routes(
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format."""
         require_at_most(limits, "inputs", len(body.inputs))
-        vectors_ND, _ = await _encode_texts(require_service(), "inputs", body.inputs, request, body)
+        work = champion_work(request, require_service())
+        vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
@@ -161,7 +159,8 @@ def add_routes(
         """OpenAI's format, to vectors of length 1."""
         service = require_model(body.model)
         require_at_most(limits, "input", len(body.input))
-        vectors_ND, tokens = await _encode_texts(service, "input", body.input, request, body)
+        work = champion_work(request, service)
+        vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
 
         def response() -> EmbeddingsResponse:
@@ -173,6 +172,11 @@ def add_routes(
             )
 
         return await json_answer(response, vectors_ND.numel())
+
+    def champion_work(request: Request, service: Service) -> Work:
+        """By the champion: clients compare vectors of several requests, and those of two models have nothing
+        in common."""
+        return work_of(request, service, service.champion)
 
     def card(name: str) -> ModelCard:
         created_at = require_service().champion.model.manifest["created_at"]
@@ -210,7 +214,8 @@ def add_routes(
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
         require_at_most(limits, "inputs.sentences", len(others))
-        best_first, _ = await _score(require_service(), sentence, others, request, raw_scores=True)
+        work = work_of(request, require_service())
+        best_first, _ = await _score(work, sentence, others, raw_scores=True)
         return [score for _, score in sorted(best_first)]
 
 
@@ -221,32 +226,26 @@ def sigmoid(score: float) -> float:
 
 
 async def _score(
-    service: Service,
-    query: str,
-    texts: Sequence[str],
-    request: Request,
-    raw_scores: bool,
-    whole: str = "",
+    work: Work, query: str, texts: Sequence[str], raw_scores: bool, whole: str = ""
 ) -> tuple[list[tuple[int, float]], int]:
     """((place, score) of each text, best first, ties in the order given; tokens read)
 
     `whole`: the field of texts of which none may be truncated, nor the query; Refusal is raised for one."""
-    engine = name_engine(request, service.choose_engine())
     if whole:
-        await _require_whole(service, engine, "query", [query], are_contexts=True)
-        await _require_whole(service, engine, whole, texts)
-    scores, tokens = await service.scores(engine, [query], texts, request.state.deadline)
+        await _require_whole(work, "query", [query], are_contexts=True)
+        await _require_whole(work, whole, texts)
+    scores, tokens = await work.scores([query], texts)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     shown = scores if raw_scores else list(map(sigmoid, scores))
     return [(place, shown[place]) for place in order], tokens
 
 
 async def _require_whole(
-    service: Service, engine: Engine, field: str, texts: Sequence[str], are_contexts: bool = False
+    work: Work, field: str, texts: Sequence[str], are_contexts: bool = False
 ) -> None:
     """Raises Refusal for a text that the model does not read to its end."""
-    if longer := await service.longer_texts(engine, texts, are_contexts):
-        config = engine.ranker.config
+    if longer := await work.longer_texts(texts, are_contexts):
+        config = work.engine.ranker.config
         most = config.max_context_tokens if are_contexts else config.max_candidate_tokens
         field = field if field == "query" else f"{field}.{longer[0]}"
         message = f"{field}: has more than {most} tokens, and may not be truncated"
@@ -254,19 +253,14 @@ async def _require_whole(
 
 
 async def _encode_texts(
-    service: Service,
-    texts_field: str,
-    texts: Sequence[str],
-    request: Request,
-    body: EmbedRequest | EmbeddingsRequest,
+    work: Work, texts_field: str, texts: Sequence[str], body: EmbedRequest | EmbeddingsRequest
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
-    They are always the champion's: clients compare vectors of several requests, and those of two models have
-    nothing in common. Raises Refusal for what this model has not.
+    Raises Refusal for what this model has not.
     """
-    engine, deadline = name_engine(request, service.champion), request.state.deadline
-    config = engine.ranker.config
+    ranker = work.engine.ranker
+    config = ranker.config
     if not config.has_vectors:
         message = (
             "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
@@ -274,17 +268,16 @@ async def _encode_texts(
         raise Refusal("invalid_request", message)
     if body.needs_whole_texts:
         are_contexts = body.context_field is not None
-        await _require_whole(service, engine, texts_field, texts, are_contexts)
+        await _require_whole(work, texts_field, texts, are_contexts)
     field = "dimensions" if body.dimensions else "output_dimension"
-    dimensions, width = body.dimensions or body.output_dimension, engine.ranker.dual.dimensions
+    dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
     if dimensions and dimensions > width:
         allowed = f"at most {width}, which the model has"
         raise _not_allowed(field, dimensions, allowed)
     if body.context_field is None:
-        vectors_ND, tokens = await service.candidate_vectors(engine, texts, deadline)
+        vectors_ND, tokens = await work.candidate_vectors(texts)
     elif config.vectors_per_context == 1:
-        contexts = [[text] for text in texts]
-        pairs, tokens = await service.context_vectors(engine, contexts, deadline)
+        pairs, tokens = await work.context_vectors([[text] for text in texts])
         vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
     else:
         field, value = body.context_field
@@ -292,7 +285,7 @@ async def _encode_texts(
         why = f", as contexts of this model have {config.vectors_per_context} vectors each"
         raise _not_allowed(field, value, allowed, why)
     if dimensions:
-        vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
+        vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
     return vectors_ND, tokens
 
 
