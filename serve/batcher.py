@@ -127,12 +127,12 @@ class _Queue:
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request, or a list of them."""
+class Admission:
+    """The admission of a request, or of a list of them, whose first part decides for all."""
 
+    is_granted: bool = False
     cost: float = 0.0
     """In batches, as far as it is known."""
-    is_admitted: bool = False
 
 
 @dataclass(eq=False)
@@ -154,7 +154,6 @@ class _Part:
         return max(0.0, self.cost * self.mean.value - self.spent_s)
 
 
-_request: ContextVar[_Request | None] = ContextVar("request", default=None)
 _part: ContextVar[_Part | None] = ContextVar("part", default=None)
 
 
@@ -292,32 +291,22 @@ class Batcher:
             queue.left_s = None
 
     @contextmanager
-    def one_request(self) -> Iterator[None]:
-        """What asks to be admitted inside the `with` block is one request. Its first part decides for all."""
-        token = _request.set(_Request())
-        try:
-            yield
-        finally:
-            _request.reset(token)
-
-    @contextmanager
     def admit(
-        self, name: str, cost: float, deadline: float, is_admitted: bool = False
+        self, name: str, cost: float, deadline: float, admission: Admission | None = None
     ) -> Iterator[None]:
         """Admits a request, whose rows are handed in inside the `with` block.
 
         `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
-        `is_admitted`: it belongs to a list, whose first part was admitted. Raises Refusal (overloaded) if the
-        request would wait for too much work, or for over half of its time, and (too_late) after its deadline.
+        `admission`: that of the list to which it belongs. Raises Refusal (overloaded) if the request would
+        wait for too much work, or for over half of its time, and (too_late) after its deadline.
         """
-        request, mean = _request.get() or _Request(), self._means[name]
-        request.is_admitted |= is_admitted
-        request.cost += cost
-        is_bulk, is_in_admitted_list = request.cost > 1.0, request.is_admitted
+        admission, mean = admission or Admission(), self._means[name]
+        admission.cost += cost
+        is_bulk, is_in_admitted_list = admission.cost > 1.0, admission.is_granted
         if not is_in_admitted_list:
             if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
                 raise refusal
-            request.is_admitted = True
+            admission.is_granted = True
         key = SENDER.get(), is_bulk
         with self._changed:
             self._present[SENDER.get()] = True
@@ -394,7 +383,9 @@ class Batcher:
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
         crowd = self._crowd(heaps)
-        cost, most_cost = 0.0, self._most_cost(stage, crowd)
+        cost, most_cost = 0.0, stage.batch_cost
+        if crowd and (unit_s := self._batch_means[stage.name].value):
+            most_cost = min(most_cost, _SHORT_BATCH_S / unit_s)
         while heaps and len(batch) < self._batch_rows:
             _, (_, _, call), queue = _next_queue(heaps)
             rows_left, row_cost = len(call.rows) - call.taken, call.costs[call.taken]
@@ -424,13 +415,6 @@ class Batcher:
         largest = max(heaps, key=lambda queue: queue.rows)
         has_most = 2 * largest.rows > sum(queue.rows for queue in heaps)
         return largest if has_most and len(self._present) > 1 else None
-
-    def _most_cost(self, stage: Stage, crowd: _Queue | None) -> float:
-        """The most cost of the next batch."""
-        unit_s = self._batch_means[stage.name].value
-        if crowd is None or not unit_s:
-            return stage.batch_cost
-        return min(stage.batch_cost, _SHORT_BATCH_S / unit_s)
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""

@@ -23,7 +23,7 @@ from pipeline.models.explanation import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
-from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
+from serve.batcher import SENDER, Admission, Batch, Batcher, Stage, all_of
 from serve.engine import Engine, ExplainableRanking, SecondStage, pair_tokens
 from serve.intents import Intents
 from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_share
@@ -184,12 +184,13 @@ class Service:
 
 
 class Work:
-    """What a request lets one engine compute before its deadline. Its methods raise Refusal where too much is
-    waiting (overloaded) or the deadline is over (too_late)."""
+    """What one engine computes for a request, or for a list of them, before its deadline. The methods raise
+    Refusal where too much is waiting (overloaded) or the deadline is over (too_late)."""
 
     def __init__(self, service: Service, engine: Engine, deadline: float) -> None:
         self.engine, self.deadline = engine, deadline
         self._batcher, self._tokenize = service.batcher, service.tokenize
+        self._admission = Admission()
 
     async def rank(self, query: RankQuery) -> RankAnswer:
         """Raises Refusal also where there is no such pool, or the model cannot explain."""
@@ -357,7 +358,7 @@ class Work:
         return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
 
     def _admit(self, name: str, cost: float) -> AbstractContextManager[None]:
-        return self._batcher.admit(name, cost, self.deadline)
+        return self._batcher.admit(name, cost, self.deadline, self._admission)
 
     def _batches(self, tokens: int) -> float:
         return tokens / self.engine.candidates.batch_cost

@@ -22,7 +22,7 @@ from pipeline.config import BadInput
 from pipeline.models.settings import read_settings
 from pipeline.pools.pool import Canary
 from pipeline.pools.shard import PoolPart
-from serve.batcher import SENDER, Batch, Batcher, all_of
+from serve.batcher import SENDER, Admission, Batch, Batcher, all_of
 from serve.follower import close_later
 from serve.pools import Masks, OpenPool, PoolAnswer, PoolQuery, search_share
 from serve.refusals import Refusal
@@ -139,7 +139,7 @@ class PoolShard:
             raise ShardUnavailable("it cannot open the version") from None
         name, cost = f"search {pool.name}", search_share(query.top_k)
         try:
-            with self.batcher.admit(name, cost, deadline, asked.is_admitted):
+            with self.batcher.admit(name, cost, deadline, Admission(asked.is_admitted)):
                 return await pool.search(query, deadline, self.batcher)
         except Refusal as refusal:
             return refusal

@@ -118,9 +118,7 @@ def create_app(
         for each in ranking_requests:
             each.check_limits(limits)
         require_at_most(limits, "body", len(ranking_requests), "requests")
-        with ranker.batcher.one_request():
-            rankings = (ranker.rank(each.query(), work) for each in ranking_requests)
-            answers = await all_of(*rankings)
+        answers = await all_of(*(ranker.rank(each.query(), work) for each in ranking_requests))
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))

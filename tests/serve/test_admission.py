@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from serve.batcher import SENDER, Batcher, Stage
+from serve.batcher import SENDER, Admission, Batcher, Stage
 from serve.refusals import Refusal
 
 from .conftest import Clock
@@ -99,8 +99,10 @@ class Simulation:
     async def _ask(self, arrival: Arrival, entered: threading.Event) -> None:
         began, code = self.clock.now, "ok"
         SENDER.set(arrival.sender)
-        with self.batcher.one_request():
-            parts = [asyncio.ensure_future(self._part(arrival)) for _ in range(arrival.parts)]
+        admission = Admission()
+        parts = [
+            asyncio.ensure_future(self._part(arrival, admission)) for _ in range(arrival.parts)
+        ]
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # so that each has handed in its rows
         entered.set()
@@ -112,10 +114,10 @@ class Simulation:
         self.codes.setdefault(arrival.label, Counter())[code] += 1
         self.seconds.setdefault(arrival.label, []).append(self.clock.now - began)
 
-    async def _part(self, arrival: Arrival) -> None:
+    async def _part(self, arrival: Arrival, admission: Admission) -> None:
         deadline = self.clock.now + arrival.timeout_s
         rows, costs = [arrival.label] * arrival.rows, [1.0] * arrival.rows
-        with self.batcher.admit("rank", arrival.rows / BATCH, deadline):
+        with self.batcher.admit("rank", arrival.rows / BATCH, deadline, admission):
             await self.batcher.run(self.stage, rows, costs, deadline)
             await self.batcher.run(self.scores, [arrival.label], [1.0], deadline)
 
