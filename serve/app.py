@@ -46,7 +46,7 @@ from serve.engine import Engine
 from serve.follower import Follower, collect_garbage
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.guard import ModelAnswer, log_to_stderr
+from serve.http.guard import log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.pools import PoolAnswer
@@ -266,8 +266,8 @@ class Ranker:
         self._metrics.record_batch(batch)
         self._metrics.record_queue(self._service.batcher)
 
-    def _record_answer(self, answer: ModelAnswer) -> None:
-        self._metrics.record_answer(answer)
+    def _record_answer(self, *answer: Any) -> None:
+        self._metrics.record_answer(*answer)
         self._metrics.record_queue(self._service.batcher)
 
     async def check_health(self) -> None:

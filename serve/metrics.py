@@ -9,7 +9,6 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from serve.batcher import Batch, Batcher
-from serve.http.guard import ModelAnswer
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -90,10 +89,10 @@ class Metrics:
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
 
-    def record_answer(self, answer: ModelAnswer) -> None:
+    def record_answer(self, model: str, route: str, status: int, seconds: float) -> None:
         """Records the time of a model's answer, or of its failure."""
-        tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
-        self._answer_seconds.observe(answer.seconds, tags)
+        tags = {"model": model, "route": route, "status": str(status)}
+        self._answer_seconds.observe(seconds, tags)
 
     def record_queue(self, batcher: Batcher) -> None:
         """Records how much is under way and waits. It is called as often as either changes."""

@@ -9,7 +9,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
@@ -21,11 +21,12 @@ from torch import Tensor
 from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
 from serve.batcher import all_of
+from serve.engine import Engine
 from serve.http import errors, wire
 from serve.http.bearer_tokens import BearerTokens
 from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
 from serve.http.errors import error_responses
-from serve.http.guard import MODEL, Guard, ModelAnswer, work_of
+from serve.http.guard import MODEL, Guard, RecordAnswer, work_of
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import MAX_REQUESTS, Limits
 from serve.refusals import REFUSALS, Refusal, require_at_most
@@ -35,22 +36,22 @@ _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it
 
 
 def create_app(
-    service: Service | None,
+    service: Service,
     limits: Limits | None = None,
     tokens: BearerTokens | None = None,
     origins: Sequence[str] = (),
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
-    record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
+    record_answer: RecordAnswer = lambda *answer: None,
     record_error: Callable[[int], None] = lambda status: None,
     names: Sequence[str] = (),
     playground_opens: Literal["dialogue", "query", "none"] = "dialogue",
     echoes_request_id: bool = True,
 ) -> FastAPI:
-    """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
-    the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
-    the status of each error. `names`: those by which a request may name the model, beside its
-    fingerprint. `echoes_request_id`: as of `Guard`."""
+    """The application for a service. `state`: more fields for /info, about the versions. `close` is called at
+    the end. For metrics: `record_answer`, and `record_error`, which takes the status of each error. `names`:
+    those by which a request may name the model, beside its fingerprint. `echoes_request_id`: as of `Guard`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,15 +70,14 @@ def create_app(
     )
     limits = limits or Limits()
     errors.install(app, limits)
-    refusal = service.batcher.refusal if service else lambda deadline: None
     # The one that is added last comes first: what the guard refuses reaches no other.
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(
         Guard,
         limits=limits,
-        tokens=tokens,
-        refusal=refusal,
+        tokens=tokens or BearerTokens(),
+        refusal=service.batcher.refusal,
         record_answer=record_answer,
         record_error=record_error,
         echoes_request_id=echoes_request_id,
@@ -90,11 +90,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", MODEL],
         )
-
-    def require_service() -> Service:
-        if service is None:
-            raise Refusal("not_ready", retry_after_s=1.0)
-        return service
 
     @app.post(
         "/rank",
@@ -112,13 +107,12 @@ def create_app(
         request: Request,
     ) -> Response:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
-        ranker, began = require_service(), time.monotonic()
-        work = work_of(request, ranker)
+        work, began = work_of(request, service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
         for each in ranking_requests:
             each.check_limits(limits)
         require_at_most(limits, "body", len(ranking_requests), "requests")
-        answers = await all_of(*(ranker.rank(each.query(), work) for each in ranking_requests))
+        answers = await all_of(*(service.rank(each.query(), work) for each in ranking_requests))
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
@@ -135,8 +129,8 @@ def create_app(
         """Classifies texts by intent."""
         require_at_most(limits, "texts", len(body.texts))
         require_at_most(limits, "top_k", body.top_k, "top_k")
-        ranker, began = require_service(), time.monotonic()
-        intents, classified = await work_of(request, ranker).classify(body.texts)
+        work, began = work_of(request, service), time.monotonic()
+        intents, classified = await work.classify(body.texts)
         milliseconds = round(1000 * (time.monotonic() - began), 3)
 
         def response() -> ClassifyResponse:
@@ -161,16 +155,16 @@ def create_app(
     @app.get("/ready", responses=error_responses("not_ready"))
     async def ready() -> Health:
         """Whether a model is loaded and computes."""
-        if await require_service().problem():
+        if await service.problem():
             raise Refusal("not_ready", retry_after_s=1.0)
         return Health(status="ok")
 
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**require_service().champion.info(), **state()}
+        return {**service.champion.info(), **state()}
 
-    wire.add_routes(app, require_service, limits, names)
+    wire.add_routes(app, service, limits, names)
     if playground_opens != "none":  # last, as routes are tried in their order
         playground.install(app, playground_opens)
     return app
@@ -217,5 +211,15 @@ def _rounded(weights: Tensor) -> list[list[float]]:
     return rows
 
 
+def interface() -> dict[str, Any]:
+    """The content of openapi.json."""
+
+    def no_engine() -> Engine:
+        raise Refusal("not_ready")
+
+    with closing(Service(no_engine, max_wait_s=1.0)) as service:
+        return create_app(service).openapi()
+
+
 if __name__ == "__main__":
-    print(json.dumps(create_app(None).openapi(), indent=1))
+    print(json.dumps(interface(), indent=1))

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cachetools import TTLCache
@@ -56,16 +56,9 @@ _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
-class ModelAnswer(NamedTuple):
-    """A model's answer to a request, or its failure."""
-
-    model: str
-    """Fingerprint."""
-    route: str
-    status: int
-    """499: the client was gone before."""
-    seconds: float
-    """From the moment that the request was read."""
+RecordAnswer = Callable[[str, str, int, float], None]
+"""Records a model's answer to a request, or its failure: the model's fingerprint, the route, the HTTP status
+(499: the client was gone before) and the seconds since the request was read."""
 
 
 def work_of(request: Request, service: Service, engine: Engine | None = None) -> Work:
@@ -83,20 +76,18 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits | None = None,
-        tokens: BearerTokens | None = None,
-        refusal: Callable[[float], Refusal | None] = lambda deadline: None,
-        record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
-        record_error: Callable[[int], None] = lambda status: None,
-        echoes_request_id: bool = True,
+        limits: Limits,
+        tokens: BearerTokens,
+        refusal: Callable[[float], Refusal | None],
+        record_answer: RecordAnswer,
+        record_error: Callable[[int], None],
+        echoes_request_id: bool,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
         For metrics: `record_answer`, and `record_error`, which takes the status of each error.
         `echoes_request_id`: false where the server, as Ray Serve's, adds a request's id to its answer.
         """
-        self._app, self._limits = app, limits or Limits()
-        self._tokens = tokens or BearerTokens()
-        self._refusal = refusal
+        self._app, self._limits, self._tokens, self._refusal = app, limits, tokens, refusal
         self._record_answer, self._record_error = record_answer, record_error
         self._echoes_request_id = echoes_request_id
         self._held_bytes = 0  # of the bodies of all requests
@@ -150,9 +141,7 @@ class Guard:
         finally:
             if "model" in state:
                 seconds = time.monotonic() - read_at
-                self._record_answer(
-                    ModelAnswer(state["model"], state["route"], answer.status, seconds)
-                )
+                self._record_answer(state["model"], state["route"], answer.status, seconds)
         if answer.status >= 400:
             self._record_error(answer.status)
         _access.info(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -62,29 +62,23 @@ from serve.refusals import REFUSALS, Refusal, require_at_most
 from serve.service import Service, Work
 
 
-def add_routes(
-    app: FastAPI, require_service: Callable[[], Service], limits: Limits, names: Sequence[str] = ()
-) -> None:
-    """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal.
-    `names`: those of the model, beside its fingerprint."""
+def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[str] = ()) -> None:
+    """Adds the routes of all these formats. `names`: those of the model, beside its fingerprint."""
 
-    def require_served(model: str) -> None:
-        served = [*names, require_service().champion.model.fingerprint]
-        if model not in served:
+    def require_served(model: str | None) -> None:
+        """Raises Refusal for a name of another model. None means the served one."""
+        served = [*names, service.champion.model.fingerprint]
+        if model is not None and model not in served:
             message = f"model: not served here; there are: {', '.join(served)}"
             raise Refusal("unknown_model", message, "model")
-
-    def require_model(name: str | None) -> Service:
-        service = require_service()
-        if names and name is not None:
-            require_served(name)
-        return service
 
     async def rerank_documents(
         body: DocumentsRerank, request: Request, version: str
     ) -> RerankResponse:
         require_at_most(limits, "documents", len(body.documents))
-        texts, service = body.texts, require_model(body.model)
+        if names:
+            require_served(body.model)
+        texts = body.texts
         whole = "documents" if body.needs_whole_texts else ""
         work = work_of(request, service)
         best_first, tokens = await _score(work, body.query, texts, body.raw_scores, whole)
@@ -126,7 +120,7 @@ def add_routes(
         texts = body.texts
         require_at_most(limits, "texts", len(texts))
         whole = "texts" if body.needs_whole_texts else ""
-        work = work_of(request, require_service())
+        work = work_of(request, service)
         best_first, _ = await _score(work, body.query, texts, body.raw_scores, whole)
         return [
             TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
@@ -147,7 +141,7 @@ def add_routes(
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format."""
         require_at_most(limits, "inputs", len(body.inputs))
-        work = champion_work(request, require_service())
+        work = work_of(request, service, service.champion)
         vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize:
             vectors_ND = F.normalize(vectors_ND, dim=1)
@@ -157,9 +151,10 @@ def add_routes(
     @app.post("/v1/embeddings", responses=refusals, response_model=EmbeddingsResponse)
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        service = require_model(body.model)
+        if names:
+            require_served(body.model)
         require_at_most(limits, "input", len(body.input))
-        work = champion_work(request, service)
+        work = work_of(request, service, service.champion)
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
 
@@ -173,13 +168,8 @@ def add_routes(
 
         return await json_answer(response, vectors_ND.numel())
 
-    def champion_work(request: Request, service: Service) -> Work:
-        """By the champion: clients compare vectors of several requests, and those of two models have nothing
-        in common."""
-        return work_of(request, service, service.champion)
-
     def card(name: str) -> ModelCard:
-        created_at = require_service().champion.model.manifest["created_at"]
+        created_at = service.champion.model.manifest["created_at"]
         created = int(datetime.fromisoformat(created_at).timestamp())
         return ModelCard(id=name, created=created)
 
@@ -187,7 +177,7 @@ def add_routes(
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
-        fingerprint = require_service().champion.model.fingerprint
+        fingerprint = service.champion.model.fingerprint
         return ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(
@@ -214,7 +204,7 @@ def add_routes(
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
         require_at_most(limits, "inputs.sentences", len(others))
-        work = work_of(request, require_service())
+        work = work_of(request, service)
         best_first, _ = await _score(work, sentence, others, raw_scores=True)
         return [score for _, score in sorted(best_first)]
 
@@ -257,7 +247,8 @@ async def _encode_texts(
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
-    Raises Refusal for what this model has not.
+    `work`: the champion's: clients compare vectors of several requests, and those of two models have nothing
+    in common. Raises Refusal for what this model has not.
     """
     ranker = work.engine.ranker
     config = ranker.config

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.batcher import SENDER, Batch, Batcher, Stage
+from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
 from serve.pools import ENTRY_BYTES, Masks, RowFilter
 from serve.refusals import Refusal
 
@@ -224,6 +224,26 @@ def test_a_row_whose_client_is_gone_is_not_computed(batcher):
     assert gate.batches == [["first"], ["there"]]
 
 
+def test_of_a_request_whose_one_part_fails_the_others_are_not_computed(batcher):
+    """Nobody waited for them, but they took the time of other requests."""
+    gate = Gate()
+
+    async def fail() -> None:
+        raise Refusal("too_late")
+
+    async def scenario() -> None:
+        first = asyncio.ensure_future(batcher.run(gate.stage, ["first"], [1], soon()))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        with pytest.raises(Refusal, match="time was over"):
+            await all_of(batcher.run(gate.stage, ["in vain"], [1], soon()), fail())
+        gate.opened.set()
+        await first
+        await batcher.run(gate.stage, ["next"], [1], soon())
+
+    run(scenario())
+    assert gate.batches == [["first"], ["next"]]
+
+
 def test_one_requests_failure_is_not_that_of_its_batch(batcher):
     def inverse(rows: list[float]) -> list[float]:
         return [1 / row for row in rows]
@@ -424,6 +444,26 @@ def test_a_batch_that_does_not_end_is_a_problem(batcher, monkeypatch):
         return problems
 
     assert run(wait()) == ["", "a batch has not ended after 30 s"]
+
+
+def test_a_failed_batch_that_is_computed_again_request_by_request_is_no_problem(
+    batcher, monkeypatch
+):
+    """The replica was replaced, because all of these together took longer than a batch may take."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    gate, problems = Gate(), list[str]()
+
+    def work(rows: list[str]) -> list[str]:
+        if len(rows) > 1:
+            raise RuntimeError("out of memory")
+        clock.now += 20
+        problems.append(batcher.problem())
+        return rows
+
+    stage = Stage("work", work, 10)
+    rows = [batcher.run(stage, [name], [1], clock.now + 100) for name in "abc"]
+    run(behind(gate, batcher, lambda: rows))
+    assert problems == ["", "", ""]
 
 
 def test_batches_that_all_fail_are_noticed_and_one_that_does_not_ends_it(batcher):

@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from serve.engine import Engine
 from serve.http import api
 from serve.pools import ALL_ROWS, Masks, RowFilter
 from serve.refusals import Refusal
+from serve.service import RankQuery
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -220,6 +222,46 @@ def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, 
     one.service.close()
     silent.shard.close()
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
+class Refusing(InProcess):
+    """It opens versions, and refuses all queries."""
+
+    async def search(self, query):
+        return Refusal("overloaded", retry_after_s=1.0)
+
+
+class Cancelled(Silent):
+    """It says whether its query was cancelled."""
+
+    def __init__(self, share):
+        super().__init__(share)
+        self.was_cancelled = False
+
+    async def search(self, query):
+        try:
+            await super().search(query)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+def test_if_one_shard_refuses_the_others_do_not_search_on(model, version):
+    """Where there was too much to do, all other shards searched for a request that was refused."""
+    shards = [Refusing(PoolPart(0, 2)), Cancelled(PoolPart(1, 2))]
+    one = Asking(Engine(model.uri, sharded=[ShardedPool(version, shards, 60.0, "answer")]))
+
+    async def ask():
+        with pytest.raises(Refusal, match="Too much is waiting"):
+            await one.service.work(time.monotonic() + 60).rank(
+                RankQuery(CONTEXT, None, "replies", 3)
+            )
+        return shards[1].was_cancelled
+
+    assert asyncio.run(ask())
+    one.service.close()
+    for shard in shards:
+        shard.shard.close()
 
 
 def test_a_shard_that_has_too_much_to_do_makes_no_masks(version, sharded, shards, monkeypatch):
