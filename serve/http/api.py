@@ -24,12 +24,19 @@ from serve.batcher import all_of
 from serve.engine import Engine
 from serve.http import errors, wire
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
+from serve.http.bodies import (
+    ClassifyRequest,
+    Health,
+    PoolVersion,
+    RankRequest,
+    RankResponse,
+    at_most,
+)
 from serve.http.errors import error_responses
 from serve.http.guard import MODEL, Guard, RecordAnswer, work_of
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import MAX_REQUESTS, Limits
-from serve.refusals import REFUSALS, Refusal, require_at_most
+from serve.refusals import REFUSALS, Refusal
 from serve.service import RankAnswer, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
@@ -68,14 +75,13 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    limits = limits or Limits()
-    errors.install(app, limits)
+    errors.install(app)
     # The one that is added last comes first: what the guard refuses reaches no other.
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(
         Guard,
-        limits=limits,
+        limits=limits or Limits(),
         tokens=tokens or BearerTokens(),
         refusal=service.batcher.refusal,
         record_answer=record_answer,
@@ -100,7 +106,10 @@ def create_app(
         body: Annotated[
             Annotated[RankRequest, Tag("<object>")]
             | Annotated[
-                list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS), Tag("<list>")
+                list[RankRequest],
+                Field(min_length=1, max_length=MAX_REQUESTS),
+                at_most("requests"),
+                Tag("<list>"),
             ],
             Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
         ],
@@ -109,9 +118,6 @@ def create_app(
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         work, began = work_of(request, service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
-        for each in ranking_requests:
-            each.check_limits(limits)
-        require_at_most(limits, "body", len(ranking_requests), "requests")
         answers = await all_of(*(service.rank(each.query(), work) for each in ranking_requests))
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
@@ -127,8 +133,6 @@ def create_app(
     )
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
-        require_at_most(limits, "texts", len(body.texts))
-        require_at_most(limits, "top_k", body.top_k, "top_k")
         work, began = work_of(request, service), time.monotonic()
         intents, classified = await work.classify(body.texts)
         milliseconds = round(1000 * (time.monotonic() - began), 3)
@@ -164,7 +168,7 @@ def create_app(
         """The model, the pools, their versions and settings."""
         return {**service.champion.info(), **state()}
 
-    wire.add_routes(app, service, limits, names)
+    wire.add_routes(app, service, names)
     if playground_opens != "none":  # last, as routes are tried in their order
         playground.install(app, playground_opens)
     return app

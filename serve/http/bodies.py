@@ -19,12 +19,14 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from serve.answers import Explanation, Result
-from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS, Limits
+from serve.limits import LIMITS, MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS
 from serve.pools import RowFilter
-from serve.refusals import require_at_most
 from serve.service import CandidateText, RankQuery
+
+_SHOWN_DIGITS = 40
 
 # Fields
 
@@ -50,13 +52,31 @@ def _number(value: Any) -> Any:
     return value
 
 
+def at_most(limit: str) -> BeforeValidator:
+    """Refuses a list with more items than this limit of the operator's, whose items are not read then, and a
+    number above it. Bounds of the interface must stand before it, or OpenAPI does not show them."""
+
+    def check(value: Any) -> Any:
+        count, most = len(value) if isinstance(value, list) else value, getattr(LIMITS.get(), limit)
+        if isinstance(count, (int, float)) and count > most:
+            facts = {"count": f"{count:,}"[:_SHOWN_DIGITS], "most": most, "limit": limit}
+            message = "{count} are not allowed; allowed: at most {most} (limits.{limit})"
+            raise PydanticCustomError("too_many", message, facts)
+        return value
+
+    return BeforeValidator(check)
+
+
 FilledText = Annotated[
     StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
 ]
 Text = Annotated[StrictStr, AfterValidator(_encodable)]
-Integer = Annotated[int, BeforeValidator(_number)]
-# The bound must stand before the validator, or OpenAPI does not show it.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K), BeforeValidator(_number), at_most("top_k")]
+Ids = Annotated[list[Text], Field(max_length=MAX_CANDIDATES), at_most("candidates")]
+TextList = Annotated[
+    list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")
+]
 Dimensions = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 
 
@@ -95,24 +115,25 @@ class RankRequest(Strict):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
         Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
     ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: list[GivenCandidate] | None = Field(
-        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
-    )
+    candidates: (
+        Annotated[
+            list[GivenCandidate],
+            Field(min_length=1, max_length=MAX_CANDIDATES),
+            at_most("candidates"),
+        ]
+        | None
+    ) = Field(default=None, description="The texts to rank.")
     pool: StrictStr | None = Field(
         default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
     )
-    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
+    top_k: TopK = Field(default=10, description="Most results.")
     where: dict[str, list[Text]] | None = Field(
         default=None,
         max_length=10,
         description="With a pool: its columns, and the values that a row may have there.",
     )
-    allow: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
-    )
-    deny: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
-    )
+    allow: Ids | None = Field(default=None, description="With a pool: the only ids that count.")
+    deny: Ids | None = Field(default=None, description="With a pool: ids that do not count.")
     explain: StrictBool = Field(
         default=False,
         description="Say which tokens the context's vectors attend to, and how much each vector counts in "
@@ -133,12 +154,6 @@ class RankRequest(Strict):
     @property
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
-
-    def check_limits(self, limits: Limits) -> None:
-        """Raises Refusal if it asks for more than the service allows."""
-        for name in ("candidates", "allow", "deny"):
-            require_at_most(limits, name, len(getattr(self, name) or ()))
-        require_at_most(limits, "top_k", self.top_k, "top_k")
 
     def query(self) -> RankQuery:
         candidates = None
@@ -187,8 +202,8 @@ class RankResponse(BaseModel):
 class ClassifyRequest(Strict):
     """Texts with one intent each, such as customers' messages."""
 
-    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
+    texts: TextList
+    top_k: TopK = Field(default=3, description="Most intents of each text.")
 
 
 class Health(BaseModel):
@@ -216,9 +231,8 @@ class Document(BaseModel):
     text: FilledText
 
 
-_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
 _Items = Annotated[list[FilledText | Document], Field(min_length=1, max_length=MAX_CANDIDATES)]
-Texts = Annotated[_TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _Items)]
+Texts = Annotated[TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _Items)]
 """A single text means a list of one. Clients of Jina send objects with a text."""
 
 
@@ -258,7 +272,7 @@ class TextsRerank(_Truncating):
     """A rerank request in TEI's format."""
 
     query: FilledText
-    texts: _TextList
+    texts: TextList
     raw_scores: StrictBool = False
     return_text: StrictBool = False
     truncation_direction: Literal["right", "Right"] = "right"
@@ -279,7 +293,9 @@ class DocumentsRerank(_ForModel, _Truncating):
     rank_fields: list[Literal["text"]] | None = Field(
         default=None, description="Fields of a document to read."
     )
-    documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
+    documents: Annotated[
+        list[GivenDocument], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")
+    ]
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
     top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
     return_documents: StrictBool | None = None
@@ -358,7 +374,7 @@ class Sentences(BaseModel):
     """A sentence, and those to compare with it."""
 
     source_sentence: FilledText
-    sentences: _TextList
+    sentences: TextList
 
 
 class SimilarityRequest(BaseModel):

@@ -31,7 +31,7 @@ from serve.batcher import SENDER, lower_priority
 from serve.engine import Engine
 from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
-from serve.limits import MAX_TIMEOUT_MS, Limits
+from serve.limits import LIMITS, MAX_TIMEOUT_MS, Limits
 from serve.refusals import Refusal
 from serve.service import Service, Work
 
@@ -92,7 +92,8 @@ class Guard:
         self._echoes_request_id = echoes_request_id
         self._held_bytes = 0  # of the bodies of all requests
         # Of a sender: (requests saved up, when). One that has asked for nothing since is as a new one.
-        self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, _SAVED_S, time.monotonic)
+        seconds = max(_SAVED_S, 1 / (limits.requests_per_s or 1))
+        self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, seconds, time.monotonic)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +117,7 @@ class Guard:
         try:
             sender = self._check_token(scope, headers)
             SENDER.set(sender)
+            LIMITS.set(self._limits)
             if scope["method"] in _METHODS_WITH_BODY:
                 self._check_rate(sender, began)
             state["deadline"] = began + self._timeout_s(headers)

@@ -57,12 +57,11 @@ from serve.http.bodies import (
 from serve.http.errors import error_responses
 from serve.http.guard import work_of
 from serve.http.json_answers import json_answer
-from serve.limits import Limits
-from serve.refusals import REFUSALS, Refusal, require_at_most
+from serve.refusals import REFUSALS, Refusal
 from serve.service import Service, Work
 
 
-def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[str] = ()) -> None:
+def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> None:
     """Adds the routes of all these formats. `names`: those of the model, beside its fingerprint."""
 
     def require_served(model: str | None) -> None:
@@ -75,7 +74,6 @@ def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[s
     async def rerank_documents(
         body: DocumentsRerank, request: Request, version: str
     ) -> RerankResponse:
-        require_at_most(limits, "documents", len(body.documents))
         if names:
             require_served(body.model)
         texts = body.texts
@@ -118,7 +116,6 @@ def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[s
         if isinstance(body, DocumentsRerank):
             return await rerank_documents(body, request, "1")
         texts = body.texts
-        require_at_most(limits, "texts", len(texts))
         whole = "texts" if body.needs_whole_texts else ""
         work = work_of(request, service)
         best_first, _ = await _score(work, body.query, texts, body.raw_scores, whole)
@@ -140,7 +137,6 @@ def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[s
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        require_at_most(limits, "inputs", len(body.inputs))
         work = work_of(request, service, service.champion)
         vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize:
@@ -153,7 +149,6 @@ def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[s
         """OpenAI's format, to vectors of length 1."""
         if names:
             require_served(body.model)
-        require_at_most(limits, "input", len(body.input))
         work = work_of(request, service, service.champion)
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
@@ -203,7 +198,6 @@ def add_routes(app: FastAPI, service: Service, limits: Limits, names: Sequence[s
     async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
-        require_at_most(limits, "inputs.sentences", len(others))
         work = work_of(request, service)
         best_first, _ = await _score(work, sentence, others, raw_scores=True)
         return [score for _, score in sorted(best_first)]
