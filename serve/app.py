@@ -64,7 +64,6 @@ from serve.versions import (
     Decision,
     PollingDecider,
     Report,
-    Targets,
     Versions,
     problem_of,
     resolve,
@@ -334,9 +333,9 @@ def build(args: Args) -> serve.Application:
 
 def application(args: Args, **options: Any) -> serve.Application:
     """Like `build`, with options for the deployment, such as `num_replicas`."""
-    pools = tuple(storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools])
-    champion = Targets(_absolute(args.model), pools)
-    resolve(champion)
+    pools = [storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools]]
+    models = {_CHAMPION: _absolute(args.model)}
+    resolve(models[_CHAMPION], pools)
     BearerTokens.of_environment()
     bound_kind()
     second_stage = _resolved(args.second_stage)
@@ -346,11 +345,10 @@ def application(args: Args, **options: Any) -> serve.Application:
     classifier = _resolved(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
-    targets = {_CHAMPION: champion}
     if args.candidate:
-        targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
+        models[_CANDIDATE] = _absolute(args.candidate)
         try:
-            resolve(targets[_CANDIDATE])
+            resolve(models[_CANDIDATE], pools)
         except (BadInput, OSError) as error:
             _log.warning("candidate: not served until it can be: %s", problem_of(error))
     deciders = [
@@ -358,17 +356,17 @@ def application(args: Args, **options: Any) -> serve.Application:
             name=name,
             actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
-            init_kwargs={"model": target.model, "pools": list(target.pools), "poll_s": args.poll_s},
+            init_kwargs={"model": model, "pools": pools, "poll_s": args.poll_s},
             actor_options={"num_cpus": 0},
         )
-        for name, target in targets.items()
+        for name, model in models.items()
     ]
     args = args.model_copy(
         update={
             "second_stage": second_stage,
             "classifier": classifier,
-            "pools": list(pools[: len(args.pools)]),
-            "sharded_pools": list(pools[len(args.pools) :]),
+            "pools": pools[: len(args.pools)],
+            "sharded_pools": pools[len(args.pools) :],
         }
     )
     deployment = Ranker.options(  # type: ignore[attr-defined]

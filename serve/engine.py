@@ -6,7 +6,6 @@ M vectors a context, D dimensions, C candidates.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -126,9 +125,7 @@ class Engine:
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Stage("contexts", self._encode_contexts, tokens)
         self.candidates = Stage("candidates", self._encode_candidates, tokens)
-        self.pairs = Stage(
-            "pairs", functools.partial(_score_pairs, self.ranker), tokens, pair_tokens
-        )
+        self.pairs = _pair_stage("pairs", self.ranker, tokens)
         self.second_stage: SecondStage | None = None
         self.intents: Intents | None = None
         if classifier:
@@ -144,8 +141,7 @@ class Engine:
         artifact = open_artifact(uri, "ranker")
         ranker = LoadedRanker.load(uri, precision).module
         ranker.config.require_pairs()
-        score_pairs = functools.partial(_score_pairs, ranker)
-        pairs = Stage("second_stage", score_pairs, self.pairs.batch_cost, pair_tokens)
+        pairs = _pair_stage("second_stage", ranker, self.pairs.batch_cost)
         self.second_stage = SecondStage(artifact, ranker, pairs, candidates, together)
 
     def _load_known_contexts(self) -> None:
@@ -252,7 +248,8 @@ class Engine:
                 self._check_vectors(pool)
         for open_pool in self.local_pools:
             open_pool.warm_up(self.ranker.config.vectors_per_context)
-            self._check_search(open_pool)
+            if open_pool.canaries:
+                self._check_search(open_pool)
 
     def _check_search(self, pool: OpenPool) -> None:
         texts = [[canary.text] for canary in pool.canaries]
@@ -294,9 +291,11 @@ def _products(ranking: tuple[Tensor, Tensor, Tensor]) -> int:
     return len(vectors_CD) * vectors_MD.numel()
 
 
-def _score_pairs(
-    ranker: Ranker, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[float]:
-    """Pairs of a context's and a candidate's row → their scores."""
-    scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
-    return scores
+def _pair_stage(name: str, ranker: Ranker, tokens: float) -> Stage:
+    """Scores pairs of a context's and a candidate's row."""
+
+    def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
+        return scores
+
+    return Stage(name, score, tokens, pair_tokens)

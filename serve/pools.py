@@ -52,11 +52,14 @@ class PoolQuery(NamedTuple):
     """A search of a pool."""
 
     vectors_MD: Floats
+    """Of the context, float32."""
     mask_M: Bools
+    """False for a vector that does not count."""
     attention: Attention
     top_k: int
     rows: RowFilter = ALL_ROWS
     with_vectors: bool = False
+    """Whether the answer has the vectors of its results."""
 
 
 class PoolAnswer(NamedTuple):

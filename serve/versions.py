@@ -48,16 +48,6 @@ class Versions:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """The model and pools that an operator wants to serve."""
-
-    model: str
-    """URI of a ranker, or `models:/name@alias` of MLflow's registry."""
-    pools: tuple[str, ...]
-    """URIs of pools, whose CURRENT versions are wanted, or of fixed versions."""
-
-
-@dataclass(frozen=True)
 class Report:
     """A replica's report to the decider."""
 
@@ -96,9 +86,15 @@ class Decision:
 
 
 def resolve(
-    targets: Targets, refused: Sequence[str] = (), served: Sequence[str] = ()
+    model_name: str,
+    pools: Sequence[str],
+    refused: Sequence[str] = (),
+    served: Sequence[str] = (),
 ) -> tuple[Versions, list[str]]:
     """(the versions to serve, the reasons why some are not the wanted ones)
+
+    `model_name`: URI of a ranker, or `models:/name@alias` of MLflow's registry. `pools`: URIs of pools, whose
+    CURRENT versions are wanted, or of fixed versions.
 
     If another model embedded the CURRENT version of a pool, or it is damaged, or its URI is in `refused`,
     then another version that this model embedded takes its place: the one in `served`, or else the newest.
@@ -110,15 +106,15 @@ def resolve(
     # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    model = read_artifact(registry.model_uri(targets.model), "ranker")
-    require_search(model, targets.pools)
-    problems: list[str] = []
-    pools = tuple(_servable_version(uri, model, refused, served, problems) for uri in targets.pools)
-    names = [storage.name_of(uri.rpartition("/")[0]) for uri in pools]
+    model = read_artifact(registry.model_uri(model_name), "ranker")
+    require_search(model, pools)
+    found = [_servable_version(uri, model, refused, served) for uri in pools]
+    names = [storage.name_of(storage.parent_of(uri)) for uri, _ in found]
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"pools: two are named {name!r}")
-    return Versions(model.uri, model.fingerprint, pools), problems
+    versions = Versions(model.uri, model.fingerprint, tuple(uri for uri, _ in found))
+    return versions, [problem for _, problem in found if problem]
 
 
 def require_search(model: Artifact, pools: Sequence[str]) -> None:
@@ -134,16 +130,20 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
 
 
 def _servable_version(
-    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str], problems: list[str]
-) -> str:
+    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str]
+) -> tuple[str, str]:
+    """(URI of a version of a pool, the reason why it is not the wanted one or "")"""
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
-        return _require_model(uri, model)
-    current = _current_uri(uri, problems)
+        return _require_model(uri, model), ""
+    name = storage.read_bytes(storage.join(uri, CURRENT)).decode(errors="replace").strip()
+    current = storage.join(
+        uri, storage.name_of(name) or CURRENT
+    )  # an empty one is no version either
     reason = f"{current} was refused"
-    if current and current not in refused:
+    if current not in refused:
         try:
-            return _require_model(current, model)
+            return _require_model(current, model), ""
         except BadInput as error:
             reason = str(error)
     versions = _versions_newest_first(uri)
@@ -152,20 +152,8 @@ def _servable_version(
             continue
         with suppress(BadInput):
             pool_uri = _require_model(version, model)
-            problems.append(f"{reason}; {storage.name_of(pool_uri)} is served")
-            return pool_uri
+            return pool_uri, f"{reason}; {storage.name_of(pool_uri)} is served"
     raise BadInput(f"{uri}: no version to serve: {reason}")
-
-
-def _current_uri(uri: str, problems: list[str]) -> str:
-    """The URI of the version that CURRENT names; "" if it names none. Raises OSError."""
-    content = storage.read_bytes(storage.join(uri, CURRENT))
-    try:
-        name = content.decode().strip()
-    except UnicodeDecodeError as error:
-        problems.append(f"{storage.join(uri, CURRENT)}: {error}")
-        return ""
-    return storage.join(uri, storage.name_of(name)) if name else ""
 
 
 def _versions_newest_first(uri: str) -> list[str]:
@@ -193,8 +181,8 @@ class Decider:
     is served, and decides nothing else before each living replica has reported."""
 
     def __init__(self, model: str, pools: Sequence[str], poll_s: float) -> None:
-        """`model` and `pools` as in `Targets`, as plain types: Serve turns a dataclass into a dictionary."""
-        self._targets, self._poll_s = Targets(model, tuple(pools)), poll_s
+        """`model` and `pools` as in `resolve`."""
+        self._model, self._pools, self._poll_s = model, pools, poll_s
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._reports: dict[str, tuple[float, Report]] = {}
@@ -241,7 +229,7 @@ class Decider:
             ]
             served_pools = self._decided.pools if self._decided else ()
         try:
-            wanted, problems = resolve(self._targets, refused_pools, served_pools)
+            wanted, problems = resolve(self._model, self._pools, refused_pools, served_pools)
         except Exception as error:
             with self._lock:
                 if [problem_of(error)] != self._problems:
