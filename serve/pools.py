@@ -86,11 +86,6 @@ class Masks:
         # One array for equal filters, because they are searched together.
         self._select = cached(self._masks, _digest, threading.Lock())(_select)
 
-    @property
-    def bytes(self) -> int:
-        """Size of all entries."""
-        return int(self._masks.currsize)
-
     async def allowed_rows(self, pool: Pool, rows: RowFilter) -> Bools | None:
         """The mask of a pool's rows that pass a filter; None: all rows. It is made beside the event loop,
         because it reads all rows of a pool.

@@ -116,9 +116,8 @@ class Service:
     ) -> None:
         """`champion` returns the engine that the service stands for; `candidate` one for the next request
         instead, or None. `on_batch` and `record_ranking` are for metrics."""
-        self._champion, self._candidate, self._record_ranking = champion, candidate, record_ranking
-        self.batcher = Batcher(max_wait_s, on_batch, batch_rows)
-        self._on_batch = on_batch
+        self.champion, self._candidate, self.record_ranking = champion, candidate, record_ranking
+        self.batcher, self._on_batch = Batcher(max_wait_s, on_batch, batch_rows), on_batch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
@@ -126,20 +125,9 @@ class Service:
         self.batcher.close()
         self._tokenizing.shutdown(wait=False)
 
-    @property
-    def champion(self) -> Engine:
-        """The engine that the service describes."""
-        return self._champion()
-
     def work(self, deadline: float, engine: Engine | None = None) -> Work:
         """For a new request. `engine`: None: the champion, or the candidate for its share of the requests."""
-        return Work(self, engine or self._candidate() or self._champion(), deadline)
-
-    async def rank(self, query: RankQuery, work: Work) -> RankAnswer:
-        """As `Work.rank`, and records the answer."""
-        answer = await work.rank(query)
-        self._record_ranking(answer)
-        return answer
+        return Work(self, engine or self._candidate() or self.champion(), deadline)
 
     async def problem(self) -> str:
         """The reason why no request can be answered, or "".
@@ -149,8 +137,9 @@ class Service:
         if not (problem := self.batcher.problem()) and self.batcher.is_failing:
             SENDER.set("health check")
             try:
-                work = self.work(time.monotonic() + _HEALTH_S, self.champion)
-                await work.rank(_sample_query(self.champion))
+                engine = self.champion()
+                work = self.work(time.monotonic() + _HEALTH_S, engine)
+                await work.rank(_sample_query(engine))
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem

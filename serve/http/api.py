@@ -118,7 +118,9 @@ def create_app(
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         work, began = work_of(request, service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
-        answers = await all_of(*(service.rank(each.query(), work) for each in ranking_requests))
+        answers = await all_of(*(work.rank(each.query()) for each in ranking_requests))
+        for answer in answers:
+            service.record_ranking(answer)
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
@@ -166,7 +168,7 @@ def create_app(
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**service.champion.info(), **state()}
+        return {**service.champion().info(), **state()}
 
     wire.add_routes(app, service, names)
     if playground_opens != "none":  # last, as routes are tried in their order

@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
 
     def require_served(model: str | None) -> None:
         """Raises Refusal for a name of another model. None means the served one."""
-        served = [*names, service.champion.model.fingerprint]
+        served = [*names, service.champion().model.fingerprint]
         if model is not None and model not in served:
             message = f"model: not served here; there are: {', '.join(served)}"
             raise Refusal("unknown_model", message, "model")
@@ -137,7 +137,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        work = work_of(request, service, service.champion)
+        work = work_of(request, service, service.champion())
         vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize:
             vectors_ND = F.normalize(vectors_ND, dim=1)
@@ -149,7 +149,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         """OpenAI's format, to vectors of length 1."""
         if names:
             require_served(body.model)
-        work = work_of(request, service, service.champion)
+        work = work_of(request, service, service.champion())
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
 
@@ -164,7 +164,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         return await json_answer(response, vectors_ND.numel())
 
     def card(name: str) -> ModelCard:
-        created_at = service.champion.model.manifest["created_at"]
+        created_at = service.champion().model.manifest["created_at"]
         created = int(datetime.fromisoformat(created_at).timestamp())
         return ModelCard(id=name, created=created)
 
@@ -172,7 +172,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
-        fingerprint = service.champion.model.fingerprint
+        fingerprint = service.champion().model.fingerprint
         return ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(

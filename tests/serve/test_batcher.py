@@ -501,7 +501,7 @@ def test_masks_are_kept_up_to_a_number_of_bytes_and_made_beside_the_event_loop(m
     for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
         run(masks.allowed_rows(pool, RowFilter(deny=(name,))))
     assert pool.selected == {"a": 1, "b": 2, "c": 1}
-    assert masks.bytes == 2 * ENTRY_BYTES + 20
+    assert masks._masks.currsize == 2 * ENTRY_BYTES + 20
     assert threading.get_ident() not in pool.threads
 
 
@@ -520,5 +520,5 @@ def test_masks_take_no_memory_for_the_ids_of_their_filters(monkeypatch):
         taken_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert masks.bytes == 200 * (ENTRY_BYTES + 10)
-    assert taken_bytes < 2 * masks.bytes
+    assert masks._masks.currsize == 200 * (ENTRY_BYTES + 10)
+    assert taken_bytes < 2 * masks._masks.currsize

@@ -139,7 +139,7 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
     publish_pool(out, [(pa.table(columns), turned)])
     make_current(str(pools), "faq", "v-1")
     asked = asking(model, str(pools / "faq"))
-    asked.engine.known_contexts["faq"].wait()
+    asked.engine.known_contexts["faq"]._thread.join()
     return asked
 
 
