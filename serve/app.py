@@ -41,7 +41,6 @@ from pipeline.pools.shard import PoolPart
 from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from serve import tracing
-from serve.batcher import Batch
 from serve.engine import Engine
 from serve.follower import Follower, collect_garbage
 from serve.http.api import create_app
@@ -178,11 +177,12 @@ class Ranker:
         self._service = Service(
             lambda: self._champion_follower.engine,
             limits.waiting_s,
-            self._record_batch,
+            metrics.record_batch,
             metrics.record_ranking,
             limits.batch_rows,
             self._draw_candidate,
         )
+        metrics.batcher = self._service.batcher
         self._champion_follower = self._make_follower(_CHAMPION)
         self._champion_follower.start()
         self._candidate_follower = self._make_follower(_CANDIDATE)
@@ -254,20 +254,12 @@ class Ranker:
             args.origins,
             self._state,
             self._close,
-            self._record_answer,
+            self._metrics.record_answer,
             self._metrics.record_error,
             args.names,
             args.playground,
             echoes_request_id=False,
         )
-
-    def _record_batch(self, batch: Batch) -> None:
-        self._metrics.record_batch(batch)
-        self._metrics.record_queue(self._service.batcher)
-
-    def _record_answer(self, *answer: Any) -> None:
-        self._metrics.record_answer(*answer)
-        self._metrics.record_queue(self._service.batcher)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""

@@ -20,6 +20,8 @@ class Metrics:
     intents."""
 
     def __init__(self) -> None:
+        self.batcher: Batcher | None = None
+        """Of which requests and waiting rows are recorded."""
         stage = ("stage",)
         self._seconds = Histogram(
             "polyrank_stage_seconds", "Seconds that a batch of a stage took.", _SECONDS, stage
@@ -77,6 +79,7 @@ class Metrics:
         )
 
     def record_batch(self, batch: Batch) -> None:
+        self._record_queue()
         tags = {"stage": batch.stage}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -91,13 +94,15 @@ class Metrics:
 
     def record_answer(self, model: str, route: str, status: int, seconds: float) -> None:
         """Records the time of a model's answer, or of its failure."""
+        self._record_queue()
         tags = {"model": model, "route": route, "status": str(status)}
         self._answer_seconds.observe(seconds, tags)
 
-    def record_queue(self, batcher: Batcher) -> None:
-        """Records how much is under way and waits. It is called as often as either changes."""
-        self._requests.set(batcher.requests)
-        self._waiting_rows.set(batcher.waiting_rows)
+    def _record_queue(self) -> None:
+        """It is called as often as either changes."""
+        if self.batcher:
+            self._requests.set(self.batcher.requests)
+            self._waiting_rows.set(self.batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
         self._errors.inc(1, {"status": str(status)})
