@@ -22,16 +22,8 @@ from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
 from serve.batcher import all_of
 from serve.engine import Engine
-from serve.http import errors, wire
+from serve.http import bodies, errors, wire
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.bodies import (
-    ClassifyRequest,
-    Health,
-    PoolVersion,
-    RankRequest,
-    RankResponse,
-    at_most,
-)
 from serve.http.errors import error_responses
 from serve.http.guard import MODEL, Guard, RecordAnswer, work_of
 from serve.http.json_answers import json_answer, json_list
@@ -100,15 +92,15 @@ def create_app(
     @app.post(
         "/rank",
         responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"),
-        response_model=RankResponse | list[RankResponse],
+        response_model=bodies.RankResponse | list[bodies.RankResponse],
     )
     async def rank(
         body: Annotated[
-            Annotated[RankRequest, Tag("<object>")]
+            Annotated[bodies.RankRequest, Tag("<object>")]
             | Annotated[
-                list[RankRequest],
+                list[bodies.RankRequest],
                 Field(min_length=1, max_length=MAX_REQUESTS),
-                at_most("requests"),
+                bodies.at_most("requests"),
                 Tag("<list>"),
             ],
             Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
@@ -133,7 +125,7 @@ def create_app(
         responses=error_responses(*REFUSALS, "no_classifier"),
         response_model=ClassifyResponse,
     )
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
+    async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
         work, began = work_of(request, service), time.monotonic()
         intents, classified = await work.classify(body.texts)
@@ -154,16 +146,16 @@ def create_app(
         return await json_answer(response, 2 * most_intents * len(body.texts))
 
     @app.get("/health")
-    async def health() -> Health:
+    async def health() -> bodies.Health:
         """Whether the process answers. It does not wait for rankings."""
-        return Health(status="ok")
+        return bodies.Health(status="ok")
 
     @app.get("/ready", responses=error_responses("not_ready"))
-    async def ready() -> Health:
+    async def ready() -> bodies.Health:
         """Whether a model is loaded and computes."""
         if await service.problem():
             raise Refusal("not_ready", retry_after_s=1.0)
-        return Health(status="ok")
+        return bodies.Health(status="ok")
 
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
@@ -183,7 +175,7 @@ def _values(answer: RankAnswer) -> int:
     return 10 * len(answer.results) + weights
 
 
-def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
+def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
     explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
@@ -192,9 +184,11 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
         explanation = Explanation(tokens, _rounded(attention_MT))
     if answer.pool:
         missing = list(answer.missing_shards)
-        pool = PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
+        pool = bodies.PoolVersion(
+            name=answer.pool, version=answer.pool_version, missing_shards=missing
+        )
     known_contexts = answer.known_contexts or [None] * len(answer.results)
-    return RankResponse(
+    return bodies.RankResponse(
         results=[
             Result(result.id, result.text, result.score, dict(result.columns), known_context, row)
             for result, known_context, row in zip(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,8 @@ from serve.limits import LIMITS, MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_T
 from serve.pools import RowFilter
 from serve.service import CandidateText, RankQuery
 
-_SHOWN_DIGITS = 40
+_SHOWN_DIGITS = 40  # of a number in a message
+ItemT = TypeVar("ItemT")
 
 # Fields
 
@@ -74,9 +75,7 @@ Text = Annotated[StrictStr, AfterValidator(_encodable)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
 TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K), BeforeValidator(_number), at_most("top_k")]
 Ids = Annotated[list[Text], Field(max_length=MAX_CANDIDATES), at_most("candidates")]
-TextList = Annotated[
-    list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")
-]
+Many = Annotated[list[ItemT], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")]
 Dimensions = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 
 
@@ -115,14 +114,7 @@ class RankRequest(Strict):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
         Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
     ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: (
-        Annotated[
-            list[GivenCandidate],
-            Field(min_length=1, max_length=MAX_CANDIDATES),
-            at_most("candidates"),
-        ]
-        | None
-    ) = Field(default=None, description="The texts to rank.")
+    candidates: Many[GivenCandidate] | None = Field(default=None, description="The texts to rank.")
     pool: StrictStr | None = Field(
         default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
     )
@@ -202,7 +194,7 @@ class RankResponse(BaseModel):
 class ClassifyRequest(Strict):
     """Texts with one intent each, such as customers' messages."""
 
-    texts: TextList
+    texts: Many[FilledText]
     top_k: TopK = Field(default=3, description="Most intents of each text.")
 
 
@@ -231,8 +223,10 @@ class Document(BaseModel):
     text: FilledText
 
 
-_Items = Annotated[list[FilledText | Document], Field(min_length=1, max_length=MAX_CANDIDATES)]
-Texts = Annotated[TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _Items)]
+Texts = Annotated[
+    Many[FilledText],
+    BeforeValidator(_as_list, json_schema_input_type=FilledText | Many[FilledText | Document]),
+]
 """A single text means a list of one. Clients of Jina send objects with a text."""
 
 
@@ -252,9 +246,6 @@ Truncate = Annotated[
         "end is left out; of a query, which is a context, its beginning."
     ),
 ]
-_DIMENSIONS = (
-    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka). 0: all."
-)
 
 
 class _Truncating(BaseModel):
@@ -272,7 +263,7 @@ class TextsRerank(_Truncating):
     """A rerank request in TEI's format."""
 
     query: FilledText
-    texts: TextList
+    texts: Many[FilledText]
     raw_scores: StrictBool = False
     return_text: StrictBool = False
     truncation_direction: Literal["right", "Right"] = "right"
@@ -293,9 +284,7 @@ class DocumentsRerank(_ForModel, _Truncating):
     rank_fields: list[Literal["text"]] | None = Field(
         default=None, description="Fields of a document to read."
     )
-    documents: Annotated[
-        list[GivenDocument], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")
-    ]
+    documents: Many[GivenDocument]
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
     top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
     return_documents: StrictBool | None = None
@@ -319,7 +308,11 @@ class _ToEmbed(_Truncating):
     task: Literal["retrieval.query", "retrieval.passage"] | None = Field(
         default=None, description="retrieval.query: the same for clients of Jina."
     )
-    dimensions: Dimensions | None = Field(default=None, description=_DIMENSIONS)
+    dimensions: Dimensions | None = Field(
+        default=None,
+        description="Keep the first dimensions only; sensible only for a model trained for it "
+        "(matryoshka). 0: all.",
+    )
     output_dimension: Dimensions | None = Field(
         default=None, description="The same for clients of Voyage and Cohere."
     )
@@ -374,7 +367,7 @@ class Sentences(BaseModel):
     """A sentence, and those to compare with it."""
 
     source_sentence: FilledText
-    sentences: TextList
+    sentences: Many[FilledText]
 
 
 class SimilarityRequest(BaseModel):

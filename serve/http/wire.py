@@ -34,26 +34,7 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.http.bodies import (
-    AnyRerank,
-    ApiVersion,
-    Document,
-    DocumentScore,
-    DocumentsRerank,
-    Embedding,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    EmbedRequest,
-    HuggingFaceRequest,
-    Meta,
-    ModelCard,
-    ModelList,
-    RerankResponse,
-    SimilarityRequest,
-    TextScore,
-    Usage,
-    VoyageScore,
-)
+from serve.http import bodies
 from serve.http.errors import error_responses
 from serve.http.guard import work_of
 from serve.http.json_answers import json_answer
@@ -72,8 +53,8 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
             raise Refusal("unknown_model", message, "model")
 
     async def rerank_documents(
-        body: DocumentsRerank, request: Request, version: str
-    ) -> RerankResponse:
+        body: bodies.DocumentsRerank, request: Request, version: str
+    ) -> bodies.RerankResponse:
         if names:
             require_served(body.model)
         texts = body.texts
@@ -81,61 +62,65 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         work = work_of(request, service)
         best_first, tokens = await _score(work, body.query, texts, body.raw_scores, whole)
         results = [
-            DocumentScore(
+            bodies.DocumentScore(
                 index=place,
                 relevance_score=score,
-                document=Document(text=texts[place]) if body.return_documents else None,
+                document=bodies.Document(text=texts[place]) if body.return_documents else None,
             )
             for place, score in best_first[: body.top_n or body.top_k]
         ]
         data = None
         if body.model_fields_set & {"top_k", "truncation"}:
             data = [
-                VoyageScore(
+                bodies.VoyageScore(
                     index=result.index,
                     relevance_score=result.relevance_score,
                     document=texts[result.index] if body.return_documents else None,
                 )
                 for result in results
             ]
-        return RerankResponse(
+        return bodies.RerankResponse(
             id=request.state.request_id,
             model=request.state.model,
             results=results,
             data=data,
             usage=_usage(tokens),
-            meta=Meta(api_version=ApiVersion(version=version)),
+            meta=bodies.Meta(api_version=bodies.ApiVersion(version=version)),
         )
 
     refusals = error_responses(*REFUSALS, "unknown_model")
     reranking: dict[str, Any] = {"responses": refusals, "response_model_exclude_none": True}
 
     @app.post("/rerank", **reranking)
-    async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
+    async def rerank(
+        body: bodies.AnyRerank, request: Request
+    ) -> list[bodies.TextScore] | bodies.RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
-        if isinstance(body, DocumentsRerank):
+        if isinstance(body, bodies.DocumentsRerank):
             return await rerank_documents(body, request, "1")
         texts = body.texts
         whole = "texts" if body.needs_whole_texts else ""
         work = work_of(request, service)
         best_first, _ = await _score(work, body.query, texts, body.raw_scores, whole)
         return [
-            TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
+            bodies.TextScore(
+                index=place, score=score, text=texts[place] if body.return_text else None
+            )
             for place, score in best_first
         ]
 
     @app.post("/v1/rerank", **reranking)
-    async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v1(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
         return await rerank_documents(body, request, "1")
 
     @app.post("/v2/rerank", **reranking)
-    async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v2(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
         """Version 2 of Cohere's format."""
         return await rerank_documents(body, request, "2")
 
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
-    async def embed(body: EmbedRequest, request: Request) -> Response:
+    async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
         """TEI's format."""
         work = work_of(request, service, service.champion())
         vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
@@ -144,8 +129,8 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
-    @app.post("/v1/embeddings", responses=refusals, response_model=EmbeddingsResponse)
-    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+    @app.post("/v1/embeddings", responses=refusals, response_model=bodies.EmbeddingsResponse)
+    async def embeddings(body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
         if names:
             require_served(body.model)
@@ -153,33 +138,36 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
 
-        def response() -> EmbeddingsResponse:
+        def response() -> bodies.EmbeddingsResponse:
             embeddings = encode(F.normalize(vectors_ND, dim=1))
-            return EmbeddingsResponse(
-                data=[Embedding(index=n, embedding=vector) for n, vector in enumerate(embeddings)],
+            return bodies.EmbeddingsResponse(
+                data=[
+                    bodies.Embedding(index=n, embedding=vector)
+                    for n, vector in enumerate(embeddings)
+                ],
                 model=request.state.model,
                 usage=_usage(tokens),
             )
 
         return await json_answer(response, vectors_ND.numel())
 
-    def card(name: str) -> ModelCard:
+    def card(name: str) -> bodies.ModelCard:
         created_at = service.champion().model.manifest["created_at"]
         created = int(datetime.fromisoformat(created_at).timestamp())
-        return ModelCard(id=name, created=created)
+        return bodies.ModelCard(id=name, created=created)
 
     @app.get("/models", include_in_schema=False)  # infinity's route
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
-    async def models() -> ModelList:
+    async def models() -> bodies.ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
         fingerprint = service.champion().model.fingerprint
-        return ModelList(data=[card(name) for name in (fingerprint, *names)])
+        return bodies.ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(
         "/v1/models/{id:path}",
         responses=error_responses("unauthorized", "unknown_model", "not_ready"),
     )
-    async def model(id: str) -> ModelCard:
+    async def model(id: str) -> bodies.ModelCard:
         """The model of this id, in OpenAI's format."""
         require_served(id)
         return card(id)
@@ -187,15 +175,15 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
     @app.post(
         "/", responses=error_responses(*REFUSALS), response_model=list[float] | list[list[float]]
     )
-    async def hugging_face(body: HuggingFaceRequest, request: Request) -> Any:
+    async def hugging_face(body: bodies.HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
-        if isinstance(body, EmbedRequest):
+        if isinstance(body, bodies.EmbedRequest):
             return await embed(body, request)
         return await similarity(body, request)
 
     @app.post("/similarity", responses=error_responses(*REFUSALS))
-    async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
+    async def similarity(body: bodies.SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
         work = work_of(request, service)
@@ -237,7 +225,10 @@ async def _require_whole(
 
 
 async def _encode_texts(
-    work: Work, texts_field: str, texts: Sequence[str], body: EmbedRequest | EmbeddingsRequest
+    work: Work,
+    texts_field: str,
+    texts: Sequence[str],
+    body: bodies.EmbedRequest | bodies.EmbeddingsRequest,
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
@@ -283,5 +274,5 @@ def _base64(vectors_ND: Tensor) -> list[str]:
     return [base64.b64encode(row.tobytes()).decode() for row in vectors_ND.numpy().astype("<f4")]
 
 
-def _usage(tokens: int) -> Usage:
-    return Usage(prompt_tokens=tokens, total_tokens=tokens)
+def _usage(tokens: int) -> bodies.Usage:
+    return bodies.Usage(prompt_tokens=tokens, total_tokens=tokens)
