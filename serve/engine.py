@@ -92,7 +92,8 @@ class Engine:
             masks = Masks()
             self.local_pools = [self._open_pool(uri, masks) for uri in pools]
             self.pools: dict[str, OpenPool | ShardedPool] = {}
-            for pool in (*self.local_pools, *sharded):
+            served: list[OpenPool | ShardedPool] = [*self.local_pools, *sharded]
+            for pool in served:
                 if pool.name in self.pools:
                     raise BadInput(f"pools: two are named {pool.name!r}")
                 self.pools[pool.name] = pool

@@ -95,7 +95,7 @@ class Follower:
         decision = self._report()
         self._serve_prepared(decision)  # other replicas do so now, and the next load takes long
         for versions in (decision.decided, decision.proposed):
-            if versions in (None, self._serving, self._prepared):
+            if versions is None or versions in (self._serving, self._prepared):
                 continue
             if time.monotonic() < self._retry_at.get(versions, 0.0):
                 continue

@@ -6,6 +6,7 @@ M vectors a context, D dimensions, K results. No HTTP, no Ray.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import threading
 from collections import defaultdict
@@ -19,7 +20,7 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.engine.resources import best_device
 from pipeline.models.settings import Attention
 from pipeline.pools.lock import lease
-from pipeline.pools.pool import Pool, describe
+from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.pools.shard import PoolPart
 from pipeline.ranking.results import Result, results_at
 from pipeline.search import device, filters, top_rows
@@ -114,13 +115,16 @@ class OpenPool:
         self.uri, self.name, self.version = pool.artifact.uri, pool.name, pool.version
         self.rows, self.on_device = len(pool), pool.on_device
         self.description = {**describe(pool), "columns": pool.filter_columns}
-        self.canaries = pool.canaries(_CANARIES) if len(pool) else []
-        """Some rows, to check that the model embedded them."""
         self.stage = Stage("search", self._search, _SEARCHES, _cost)
         """Its rows are queries with their masks; one pass over the pool answers several."""
         self._masks = masks
         self._first = part.rows(pool.artifact.rows("rows/")).start if part else 0
         self._lease = lease(self.uri)
+
+    @functools.cached_property
+    def canaries(self) -> list[Canary]:
+        """Some rows, to check that the model embedded them."""
+        return self.pool.canaries(_CANARIES) if self.rows else []
 
     def close(self) -> None:
         self.pool.close()
@@ -160,10 +164,8 @@ class OpenPool:
                 among=queries[places[0]][1],
             )
             for row, (place, query) in enumerate(zip(places, group, strict=True)):
-                best_K, scores_K = (
-                    found.places[row, : query.top_k],
-                    found.scores[row, : query.top_k],
-                )
+                best_K = found.places[row, : query.top_k]
+                scores_K = found.scores[row, : query.top_k]
                 results = results_at(self.pool, best_K, scores_K, self._first)
                 vectors = self._vectors_at(best_K) if query.with_vectors else {}
                 answers[place] = PoolAnswer(results, bool(found.certified[row]), vectors)
