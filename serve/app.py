@@ -302,7 +302,7 @@ class _DeployedShard:
             other_replicas = self._handle.broadcast("open", version)
             other_replicas.results(timeout_s=_OPEN_S, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException) as error:
-            raise ShardUnavailable(str(error).splitlines()[0]) from None
+            raise _unavailable(error) from None
         return facts
 
     async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
@@ -315,7 +315,12 @@ class _DeployedShard:
             message = "a shard of the pool has too much to do"
             return Refusal("overloaded", message, retry_after_s=1.0)
         except (RayError, RayServeException) as error:
-            raise ShardUnavailable(str(error).splitlines()[0]) from None
+            raise _unavailable(error) from None
+
+
+def _unavailable(error: Exception) -> ShardUnavailable:
+    """An error of Ray's in one line; some have no text."""
+    return ShardUnavailable((str(error) or repr(error)).splitlines()[0])
 
 
 def build(args: Args) -> serve.Application:

@@ -26,7 +26,7 @@ from serve.batcher import SENDER, Admission, Batch, Batcher, all_of
 from serve.follower import close_later
 from serve.pools import Masks, OpenPool, PoolAnswer, PoolQuery, search_share
 from serve.refusals import Refusal
-from serve.versions import RefusedPool
+from serve.versions import RefusedPool, problem_of
 
 OnMissingShard = Literal["refuse", "answer"]
 _VERSIONS = 4
@@ -89,7 +89,7 @@ class PoolShard:
         try:
             pool = await self._opened(version)
         except (BadInput, OSError) as error:
-            return Refusal("invalid_request", str(error).splitlines()[0])
+            return Refusal("invalid_request", problem_of(error))
         return ShardFacts(pool.description, pool.canaries)
 
     def preload(self, version: str) -> OpenPool:

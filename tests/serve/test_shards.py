@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -332,3 +333,15 @@ def test_a_search_whose_replica_died_is_tried_on_another_one():
     assert asyncio.run(_DeployedShard(DyingReplicas(1)).search(None)) == "answer"
     with pytest.raises(ShardUnavailable):
         asyncio.run(_DeployedShard(DyingReplicas(2)).search(None))
+
+
+def test_a_shard_that_does_not_open_in_time_is_unavailable():
+    """An error without a text ended in an IndexError."""
+
+    def time_out(timeout_s: float):
+        raise TimeoutError
+
+    reply = SimpleNamespace(result=time_out)
+    handle = SimpleNamespace(open=SimpleNamespace(remote=lambda version: reply))
+    with pytest.raises(ShardUnavailable, match="TimeoutError"):
+        _DeployedShard(handle).open("v-1")
