@@ -26,7 +26,7 @@ from serve.limits import LIMITS, MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_T
 from serve.pools import RowFilter
 from serve.service import CandidateText, RankQuery
 
-_SHOWN_DIGITS = 40  # of a number in a message
+_SHOWN_DIGITS = 200  # of a number in a message
 ItemT = TypeVar("ItemT")
 
 # Fields
