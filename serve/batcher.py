@@ -196,7 +196,8 @@ def lower_priority() -> None:
 
 
 async def all_of(*parts: Coroutine[Any, Any, ResultT]) -> list[ResultT]:
-    """The results of the parts of a request. If one fails, the others are cancelled, and compute nothing."""
+    """The results of a request's parts, in order. If one part fails, its error is raised, and the others are
+    cancelled, because nobody waits for them."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]
