@@ -29,6 +29,7 @@ from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import read_settings
 from pipeline.pools.pool import CURRENT, KIND
 
+CHAMPION, CANDIDATE = "versions", "candidate"  # names of the deciders
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
 RETRY_S = 60.0  # until a failure that may pass, such as one of the network, is tried again
 

@@ -21,12 +21,12 @@ from pipeline.config import BadInput
 from pipeline.pools.lock import is_leased
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import PoolPart
-from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
 from serve.http import api
 from serve.pools import ALL_ROWS, Masks, RowFilter
 from serve.refusals import Refusal
+from serve.replica import _DeployedShard
 from serve.service import RankQuery
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
