@@ -11,6 +11,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,13 @@ def batcher() -> Iterator[Batcher]:
     made = Batcher(max_wait_s=60.0)
     yield made
     made.close()
+
+
+@pytest.fixture
+def still_clock(monkeypatch) -> None:
+    """No batch takes any time, so rows count by their cost."""
+    now = time.monotonic()
+    monkeypatch.setattr("serve.batcher.time", SimpleNamespace(monotonic=lambda: now))
 
 
 def soon() -> float:
@@ -104,14 +112,14 @@ def order_of(batcher: Batcher, *requests: tuple[str, list[Any], float]) -> list[
     return [row for batch in gate.batches[1:] for row in batch]
 
 
-def test_senders_are_computed_in_turns(batcher):
+def test_senders_are_computed_in_turns(still_clock, batcher):
     order = order_of(
         batcher, ("a", ["a1", "a2", "a3"], 1.0), ("a", ["a4"], 1.0), ("b", ["b1", "b2"], 1.0)
     )
     assert order == ["a1", "b1", "a2", "b2", "a3", "a4"]
 
 
-def test_small_requests_pass_between_the_rows_of_a_large_one_of_their_sender(batcher):
+def test_small_requests_pass_between_the_rows_of_a_large_one_of_their_sender(still_clock, batcher):
     """They get four rows for one."""
     large = [f"large {place}" for place in range(4)]
     small = [f"small {place}" for place in range(6)]
@@ -341,13 +349,14 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
 
     async def ask(sender: str, rows: int) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 0.1, clock.now + 60):
+        with batcher.admit("request", 0.1 * rows, clock.now + 60):
             await batcher.run(stage, ["row"] * rows, [1] * rows, clock.now + 60)
 
     gate.opened.set()
     for sender, rows in (("many", 10), ("many", 10), ("few", 1), ("many", 10)):
         run(ask(sender, rows))
     assert sizes == [10, 10, 1, 3, 3, 3, 1]
+    clock.now += 60
     gate.opened.clear()
     sizes.clear()
     run(behind(gate, batcher, lambda: [ask("few", 5), ask("many", 5)]))
@@ -356,6 +365,57 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
     sizes.clear()
     run(behind(gate, batcher, lambda: [ask("few", 1), ask("many", 10)]))
     assert sizes == [1, 3, 3, 3, 1], "the one row is not computed together with the many"
+
+
+def test_the_next_stage_of_another_sender_comes_before_more_rows_of_the_one_with_most(
+    batcher, monkeypatch
+):
+    """The thread waits for it, and no longer than until the request is answered: else this takes a minute."""
+    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
+    gate = Gate(cost=3)
+    second = Stage("second", gate.stage.run, 3)
+
+    async def ask(sender: str, *stages: Stage) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 0.1, soon()):
+            for stage in stages:
+                await batcher.run(stage, [sender], [1], soon())
+
+    few, many = ask("few", gate.stage, second), [ask("many", gate.stage) for _ in range(9)]
+    assert run(behind(gate, batcher, lambda: [*many, few])) == [None] * 10
+    three = ["many"] * 3
+    assert gate.batches == [["first"], ["many", "few", "many"], ["few"], three, three, ["many"]]
+
+
+def test_rows_count_by_the_seconds_that_they_take_not_by_their_share_of_a_batch(
+    batcher, monkeypatch
+):
+    """A context of a tenth of a second is half of a batch, and a search of 0.3 s a hundredth."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
+    order: list[str] = []
+
+    def compute(seconds: float, rows: list[str]) -> list[str]:
+        clock.now += seconds * len(rows)
+        order.extend(rows)
+        return rows
+
+    contexts = Stage("contexts", partial(compute, 0.1), 2)
+    searches = Stage("searches", partial(compute, 0.3), 100)
+    gate = Gate()
+
+    async def ask(sender: str, *stages: Stage) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 0.1, clock.now + 60):
+            for stage in stages:
+                await batcher.run(stage, [f"{sender} {stage.name}"], [1], clock.now + 60)
+
+    for _ in range(3):  # so that the seconds are known
+        run(ask("many", contexts, searches))
+    order.clear()
+    many = [ask("many", searches) for _ in range(3)]
+    run(behind(gate, batcher, lambda: [*many, ask("few", contexts, searches)]))
+    assert order == ["many searches", "few contexts", "few searches", *["many searches"] * 2]
 
 
 def test_the_watch_hears_of_every_batch():
