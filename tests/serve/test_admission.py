@@ -185,11 +185,11 @@ def test_small_requests_pass_beside_a_large_one(simulation, parts, sender):
 
 
 def test_small_requests_starve_no_large_one(simulation):
-    """It gets a fifth of the time: 5 s of work take 25 s."""
+    """It gets a fifth of the time: 5 s of work take 25 s, less what it gets before the times are known."""
     large = Arrival(0.0, label="large", rows=LARGE, timeout_s=60.0)
     simulation.run([large, *steady(rate=40, seconds=40)])
     assert simulation.codes["large"] == {"ok": 1}
-    assert 20.0 < simulation.seconds["large"][0] < 30.0
+    assert 18.0 < simulation.seconds["large"][0] < 30.0
 
 
 def test_a_large_request_keeps_other_large_ones_out(simulation):
