@@ -184,8 +184,8 @@ def test_texts_are_classified(url):
     assert classified.milliseconds > 0
 
 
-def test_a_service_without_a_model_or_none_at_all_is_not_ready(waits):
-    with serving(create_app(None)) as url:
+def test_a_service_that_refuses_or_none_at_all_is_not_ready(waits):
+    with serving(refused(503)) as url:
         assert ask(url, "ready") is False
     with no_service() as url:
         assert ask(url, "ready") is False

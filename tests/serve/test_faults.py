@@ -24,6 +24,7 @@ from urllib.request import urlopen
 import mlflow
 import pytest
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from jobs import embed_pool
@@ -34,6 +35,7 @@ from serve import app
 from serve.batcher import Stage
 from serve.client import Client, ServiceError
 from serve.engine import Engine
+from serve.replica import Replica
 from serve.versions import Versions
 from tests.helpers import free_port, ray_processes
 
@@ -347,9 +349,9 @@ def test_slow_senders_take_nobody_elses_place(port):
     assert load.statuses[200] > 100
 
 
-class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
-    """A ranker whose model fails for ever in the process that the file `sick` beside its pools names, as
-    after an error of CUDA."""
+class SickReplica(Replica):
+    """Its model fails for ever in the process that the file `sick` beside its pools names, as after an error
+    of CUDA."""
 
     def _load(self, versions: Versions) -> Engine:
         engine: Engine = super()._load(versions)
@@ -362,6 +364,11 @@ class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
 
         engine.contexts = Stage("contexts", run, stage.batch_cost)
         return engine
+
+
+class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
+    def __init__(self, args: app.Args, shards: list[DeploymentHandle]) -> None:
+        self._replica = SickReplica(args, shards)
 
 
 def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):

@@ -96,7 +96,7 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
     publish_pool(out, [(pa.table(columns), turned)])
     make_current(str(pools), "faq", "v-1")
     asked = asking(model, str(pools / "faq"))
-    asked.engine.known_contexts["faq"].wait()
+    asked.engine.known_contexts["faq"]._thread.join()
     return asked
 
 
@@ -124,7 +124,7 @@ def test_a_pool_without_known_questions_names_none(client):
 
 
 def test_a_pool_with_too_many_known_questions_names_none(faq, monkeypatch):
-    (pool,) = faq.engine.pools.values()
+    (pool,) = (served.pool for served in faq.engine.local_pools)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is not None
     monkeypatch.setattr(known_contexts, "MOST", 2)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is None

@@ -21,7 +21,7 @@ from pipeline.models.ranker import Ranker, load_ranker
 from serve import app
 from serve.http.api import create_app
 from serve.http.guard import MODEL
-from serve.service import Service
+from serve.service import Service, Work
 from tests.helpers import formula_scores
 
 from .live import serving
@@ -260,7 +260,7 @@ def test_scores_that_are_1_keep_their_order(live, monkeypatch):
     async def scores(*asked: Any) -> tuple[list[float], int]:
         return [40.0, 700.0, -800.0, 50.0], 1
 
-    monkeypatch.setattr(Service, "scores", scores)
+    monkeypatch.setattr(Work, "scores", scores)
     answer = one.post("/rerank", {"query": QUERY, "texts": TEXTS[:4]}).json()
     assert answer == [
         {"index": 1, "score": 1.0}, {"index": 3, "score": 1.0}, {"index": 0, "score": 1.0},

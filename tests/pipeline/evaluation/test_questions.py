@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Artifact
-from pipeline.evaluation.drawn_rows import read_rows
+from pipeline.config import BadInput
+from pipeline.corpora.drawn_rows import read_rows
 from pipeline.evaluation.questions import Question, Questions, questions, validation_questions
 from tests import helpers
 
@@ -256,6 +259,14 @@ def test_rows_come_from_their_places_whatever_the_order_and_the_files(tiny):
     found = read_rows(corpus, "valid", places)
     assert [row["example_id"] for row in found] == [f"e{place}" for place in places]
     assert [row["response"] for row in found] == [f"r{place}" for place in places]
+
+
+def test_a_damaged_file_is_refused_in_one_line(tiny):
+    corpus = tiny.corpus([{"context": ["c"], "response": "r"}] * 4, split="valid")
+    file = corpus.files("valid/")[0]
+    Path(file).write_bytes(b"x" * 100)
+    with pytest.raises(BadInput, match=f"^{re.escape(file)}: no readable Parquet file"):
+        read_rows(corpus, "valid", [1])
 
 
 # -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.arrays import GOLDEN, mix
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.hashing import Tokens
 
@@ -111,8 +112,7 @@ def test_every_bit_of_a_hash_takes_part():
 
 def test_mixing_gives_the_published_numbers():
     # SplitMix64 seeded with 0 begins with these.
-    golden = np.uint64(hashing._GOLDEN)
-    found = hashing.mix(np.arange(1, 4, dtype=np.uint64) * golden).tolist()
+    found = mix(np.arange(1, 4, dtype=np.uint64) * GOLDEN).tolist()
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
