@@ -31,7 +31,7 @@ from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
 from pipeline.pools.lock import locked
 from pipeline.storage import node_cache
-from serve.engine import Engine, PoolQuery
+from serve.engine import Engine
 from tests.helpers import free_port
 
 
@@ -334,7 +334,7 @@ def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_
                              "--precision", "fp32")  # fmt: skip
         with closing(Engine(ranker, [pool], "fp32")) as engine:
             (vectors,) = engine.contexts.run(list(engine.ranker.context_rows([["text 7"]])))
-            (answer,) = engine.searches["texts"].run([PoolQuery(*vectors, 10, None)])
+            (answer,) = engine.pools["texts"].stage.run([(engine.pool_query(*vectors, 10), None)])
             served = [result.text for result in answer.results]
         results = re.findall(r"(?m)^ +\d+\.\d+ .* text \d.*$", found.stdout)
         return [trained["fingerprint"], embedded["fingerprint"]], results, served
