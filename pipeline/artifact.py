@@ -5,6 +5,7 @@ A directory without a manifest is no artifact. `pipeline.engine.draft` makes art
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def _size_fault(uri: str, manifest: Mapping[str, Any], only: Collection[str] | N
 
 def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
     size = data.size if isinstance(data, pa.Buffer) else len(data)
-    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
+    return {"path": name, "rows": rows, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def folder_entries(folder: Path) -> list[FileEntry]:

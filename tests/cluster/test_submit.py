@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,16 +51,19 @@ def dump(folder: Path) -> tuple[str, ...]:
 
 
 def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp_path):
-    done = send("--wait", "--name", "first", "--", *dump(tmp_path))
+    """The job is one that starts no Ray task."""
+    (tmp_path / "steps.yaml").write_text("steps: {say: echo hello}")
+    job = ("workflow", "steps.yaml")
+    done = send("--wait", "--name", "first", "--", *job)
     assert done.code == 0, done.stderr
-    *_, theirs, ours = done.stdout.splitlines()
-    assert json.loads(theirs)["counts"]["comments"] == 20
+    *said, theirs, ours = done.stdout.splitlines()
+    assert "hello" in said
+    assert json.loads(theirs)["steps"][0]["step"] == "say"
     assert json.loads(ours) | {"files": 0, "bytes": 0} == {
         "job": "submit", "name": "first", "submitted": True, "status": "SUCCEEDED", "files": 0, "bytes": 0,
-        "entrypoint": shlex.join(["python", "-m", "jobs.generate_dump", *dump(tmp_path)[1:]]),
-        "environment": ["POLYRANK_GIT_REVISION"],
+        "entrypoint": "python -m jobs.workflow steps.yaml", "environment": ["POLYRANK_GIT_REVISION"],
     }  # fmt: skip
-    taken = refusal(send("--name", "first", "--", *dump(tmp_path)))
+    taken = refusal(send("--name", "first", "--", *job))
     assert taken == "--name first: first is SUCCEEDED; choose another name"
 
 

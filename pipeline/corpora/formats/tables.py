@@ -16,7 +16,6 @@ import json
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -31,6 +30,7 @@ from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_kinds, file_tasks, raw
 from pipeline.corpora.formats import encodings, json_array, parquet_fetches
+from pipeline.storage.prefetch import map_prefetched
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -216,9 +216,8 @@ def require_columns(
     def check(uri: str) -> None:
         next(read(uri, option_columns, reading, file_tasks.ParseReport(), form=form), None)
 
-    with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(check, uris[:_CHECKED_FILES]):
-            pass
+    for _ in map_prefetched(check, uris[:_CHECKED_FILES], threads=8):
+        pass
 
 
 def csv_records(
