@@ -66,6 +66,7 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
+    stamps = fingerprints.Stamps.of(files)
     texts = intent_texts.read_texts(config.input, config.read, config.reading)
     source, reference = open_text_encoder(config.encoder)
     if config.dry_run:
@@ -78,6 +79,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, KIND, config, {"encoder": reference, "input": raw_input})
     if isinstance(out, Artifact):
         return _summary(config, out, already_there=True)
+    stamps.check("input", out.staging)
 
     from pipeline import tracking
     from pipeline.classification import training

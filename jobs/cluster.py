@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from jobs import dashboard
 from pipeline.config import BadInput, Stopped, require
 from pipeline.engine import executors
 
@@ -61,9 +62,14 @@ def _start_ray(address: str, options: dict[str, Any]) -> Any:
     """Tries twice: 30 s are short where other work has the cores."""
     import ray
 
+    dashboard.require_listener("RAY_ADDRESS", address)
     for _ in range(2):
         try:
             return ray.init(address, **options)
+        except ConnectionError as error:
+            if address == "local":
+                raise
+            raise BadInput(f"RAY_ADDRESS {address}: {dashboard.first_line(error)}") from None
         except Exception as error:
             if _STARTS_TOO_SLOWLY not in str(error):
                 raise

@@ -24,12 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
 
 from jobs import cluster, demo_data, program
+from jobs.demo_stages import SECONDS, timed
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, require
 
@@ -47,7 +47,6 @@ _HEAD, _WORKER = "127.0.0.2", "127.0.0.3"  # two addresses, as two machines have
 _START_S = 300.0  # a server that does not answer by then has failed
 _SWAP_S = 120.0  # a service follows a new version within seconds
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 ResultT = TypeVar("ResultT")
 
 
@@ -88,7 +87,7 @@ def run(config: Config) -> program.Summary:
             print(machine.how_to_look(), flush=True)
             with suppress(KeyboardInterrupt):
                 signal.pause()
-    return {"work": config.work, "minutes": minutes, "seconds": _SECONDS, "answers": answers}
+    return {"work": config.work, "minutes": minutes, "seconds": SECONDS, "answers": answers}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -414,14 +413,14 @@ class _Machine:
     def _run(
         self,
         command: list[str],
-        more: Mapping[str, str] = _NOTHING,
+        more: Mapping[str, str] | None = None,
         quiet: bool = False,
         exit_code: int = 0,
     ) -> None:
         """`more`: variables of its environment."""
         if not quiet:
             print(f"   $ {shlex.join(command)}", flush=True)
-        result = subprocess.run(command, env={**os.environ, **more}, capture_output=quiet)
+        result = subprocess.run(command, env={**os.environ, **(more or {})}, capture_output=quiet)
         if result.returncode != exit_code:
             raise Stopped(f"exit code {result.returncode}: {shlex.join(command)}")
 
@@ -435,16 +434,12 @@ class _Machine:
         shutil.rmtree(self._temp, ignore_errors=True)
 
 
-_SECONDS: dict[str, float] = {}
-
-
 @contextmanager
 def _step(title: str) -> Iterator[None]:
     print(f"\n== {title}", flush=True)
-    began = time.monotonic()
-    yield
-    _SECONDS[title] = round(time.monotonic() - began, 1)
-    print(f"   {_SECONDS[title]:.1f} s", flush=True)
+    with timed(title):
+        yield
+    print(f"   {SECONDS[title]:.1f} s", flush=True)
 
 
 def _await(what: str, look: Callable[[], ResultT | None], seconds: float) -> ResultT:

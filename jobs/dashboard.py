@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline.config import BadInput
 
 LOST = (OSError, RuntimeError)
 """Errors of a client whose cluster does not answer, or not as it should; it may again."""
 _ANSWER_S = 300.0  # the first deployment starts the controller and proxies of Serve
+_CONNECT_S = 10.0  # without it a client waits for minutes for a machine that is not there
+_CAUSE = re.compile(r"\[Errno -?\d+\] [\w ]+|timed out|Failed to resolve '[^']*'")
+"""The part of a long message of `requests` that tells a person something."""
 
 
 def connect(client_of: Callable[[str], Any], url: str) -> Any:
@@ -26,6 +32,18 @@ def connect(client_of: Callable[[str], Any], url: str) -> Any:
                        "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
     except (*LOST, ValueError) as error:
         raise BadInput(f"--address {url}: no cluster answers ({first_line(error)})") from None
+
+
+def require_listener(name: str, address: str) -> None:
+    """Raises BadInput where nobody listens at HOST:PORT, or a URL of both; addresses such as auto pass. Ray's
+    own client looks for a minute, and then ends with a traceback. `name`: of the variable."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        if parts.port:
+            socket.create_connection((parts.hostname or "", parts.port), _CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise BadInput(f"{name} {address}: no cluster answers ({reason})") from None
 
 
 def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
@@ -46,13 +64,16 @@ def _ask(url: str, path: str, settings: dict[str, Any] | None = None) -> Any:
     import requests
     from ray.exceptions import AuthenticationError
 
-    answer = requests.request(
-        "PUT" if settings else "GET",
-        f"{url.rstrip('/')}/api/{path}",
-        json=settings,
-        headers=_token_header(),
-        timeout=_ANSWER_S,
-    )
+    try:
+        answer = requests.request(
+            "PUT" if settings else "GET",
+            f"{url.rstrip('/')}/api/{path}",
+            json=settings,
+            headers=_token_header(),
+            timeout=(_CONNECT_S, _ANSWER_S),
+        )
+    except requests.RequestException as error:
+        raise OSError(cause[0] if (cause := _CAUSE.search(str(error))) else str(error)) from None
     if answer.status_code in (401, 403):
         raise AuthenticationError(answer.text)
     if not answer.ok:

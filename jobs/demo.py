@@ -29,10 +29,8 @@ from jobs.demo_stages import (
     seconds,
     timed,
 )
-from pipeline.artifact import open_artifact
 
 _CONFIGS = Path(__file__).parent / "configs"
-_RANKERS = ("bi", "cross", "poly", "articles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,8 @@ def run(config: Config) -> program.Summary:
     work = Path(config.work)
     user_data = demo_data.find_files(Path(config.data)) if config.data else None
     cluster.require_free("127.0.0.1", config.port)
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
+    database = str((work / "mlflow.db").absolute()).replace("%", "%25")  # SQLAlchemy decodes it
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     work.mkdir(parents=True, exist_ok=True)
     print(f"Each line is a job. Its command and its output: {work}/demo.log\n", flush=True)
 
@@ -80,11 +79,10 @@ def run(config: Config) -> program.Summary:
         _embed_pools(work)
         _serve(work, config.port)
         answers = demo_questions.ask(config.work, config.port)
-        picture = _draw_picture(work, tables)
         minutes = round((time.monotonic() - began) / 60, 2)
         details = {"minutes": minutes, "seconds": SECONDS, "tables": tables, "answers": answers}
         (work / "demo.json").write_text(json.dumps(details, indent=1, ensure_ascii=False))
-        _print_next_steps(config, minutes, dashboard, picture)
+        _print_next_steps(config, minutes, dashboard)
         if config.keep_running:
             with suppress(KeyboardInterrupt):
                 signal.pause()
@@ -236,27 +234,13 @@ def _serve(work: Path, port: int) -> None:
     print(seconds("The service"))
 
 
-def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
-    """Draws the trainings' losses and R@1 against milliseconds; returns the picture's path."""
-    from jobs.demo_picture import draw
-
-    models = {name: (work / "rankers" / name, "ranker") for name in _RANKERS}
-    if (work / "encoder").is_dir():
-        models = {"pre-training": (work / "encoder", "encoder"), **models}
-    made = {name: open_artifact(str(folder), kind) for name, (folder, kind) in models.items()}
-    runs = {name: str(artifact.manifest["run_id"]) for name, artifact in made.items()}
-    path = work / "demo.png"
-    path.write_bytes(draw(runs, tables["replies"]))
-    return str(path)
-
-
-def _print_next_steps(config: Config, minutes: float, dashboard: str, picture: str) -> None:
+def _print_next_steps(config: Config, minutes: float, dashboard: str) -> None:
     """Only what works at that moment: without `keep_running` the service has ended."""
     tracking = os.environ["MLFLOW_TRACKING_URI"]
     print(f"""
 Done in {minutes:.1f} minutes.
-   curves, R@1 and ms    {picture}; all numbers: {config.work}/demo.json
-   runs and lineage      .venv/bin/mlflow ui --backend-store-uri {tracking}
+   R@1 by milliseconds   {config.work}/replies.png; all numbers: {config.work}/demo.json
+   curves and lineage    .venv/bin/mlflow ui --backend-store-uri {tracking}
    search a pool         .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\
                              --model {config.work}/rankers/poly --context "how is work going ?"
 """, end="", flush=True)  # fmt: skip

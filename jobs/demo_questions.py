@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-import urllib.request
 from typing import Any
 
-import pyarrow.parquet as pq
+import requests
+from pipeline.evaluation.drawn_rows import read_rows
 
-from pipeline import storage
 from pipeline.artifact import open_artifact
 
-_ARTICLES = 50
+_DIALOGUES, _ARTICLES = 20, 50
 _TOP_K = 10
 
 
@@ -20,7 +18,8 @@ def ask(work: str, port: int) -> dict[str, Any]:
     """Real requests about examples that no training has seen."""
     corpora = f"{work}/corpora"
     # A greeting has a hundred right replies, so the longest of some last turns is asked.
-    dialogue = max(held_out(f"{corpora}/convai2")[:20], key=lambda row: len(row["context"][-1]))
+    dialogues = held_out(f"{corpora}/convai2", _DIALOGUES)
+    dialogue = max(dialogues, key=lambda row: len(row["context"][-1]))
     print("\nA held-out dialogue; its best three of 20 candidates, then of the pool. * is the true "
           "reply")  # fmt: skip
     for turn in dialogue["context"]:
@@ -31,7 +30,7 @@ def ask(work: str, port: int) -> dict[str, Any]:
     from_pool = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
     print("   of the pool:")
     show(from_pool["results"], text=dialogue["response"])
-    articles = _ask_for_articles(held_out(f"{corpora}/articles")[:_ARTICLES], port)
+    articles = _ask_for_articles(held_out(f"{corpora}/articles", _ARTICLES), port)
     return {"replies": ranked["results"], "pool": from_pool["results"], "articles": articles}
 
 
@@ -56,18 +55,15 @@ def _ask_for_articles(questions: list[dict[str, Any]], port: int) -> list[dict[s
     return results
 
 
-def held_out(corpus: str) -> list[dict[str, Any]]:
-    uri = open_artifact(corpus, "corpus").files("valid/", ".parquet")[0]
-    with storage.open_input(uri) as stream:
-        rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
-    return rows
+def held_out(uri: str, count: int) -> list[dict[str, Any]]:
+    corpus = open_artifact(uri, "corpus")
+    return read_rows(corpus, "valid", range(min(count, corpus.rows("valid/"))))
 
 
 def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    url, headers = f"http://127.0.0.1:{port}{route}", {"content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        answer: dict[str, Any] = json.load(response)
+    response = requests.post(f"http://127.0.0.1:{port}{route}", json=body, timeout=60)
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
     return answer
 
 

@@ -231,7 +231,7 @@ def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[boo
     report = ParseReport()
     for file in files:
         for _, row in tables.read(file, table.columns, raw.Reading(), report, form=table):
-            question, answer = (row[name] for name in (table.context_column, table.response_column))
+            question, answer = map(row.get, (table.context_column, table.response_column))
             if str(question or "").strip() and str(answer or "").strip():
                 answers_of_questions[str(question)].add(str(answer))
                 rows += 1

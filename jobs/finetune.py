@@ -259,7 +259,7 @@ def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:
 def _print_truncation(ranker: Any, corpus: Artifact) -> None:
     """Prints how many of the first training texts are longer than the ranker reads. (Its class is not named
     here: --help would load torch with it.)"""
-    from pipeline.evaluation.drawn_rows import read_rows
+    from pipeline.corpora.drawn_rows import read_rows
     from pipeline.models.truncation import SAMPLED, truncation
 
     rows = read_rows(corpus, "train", range(min(SAMPLED, corpus.rows("train/"))))

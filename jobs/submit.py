@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jobs import dashboard, packages, program, workflow
 from jobs.__main__ import VERBS
@@ -29,7 +30,11 @@ from pipeline.config import BadInput, Stopped, choice_options, require
 from pipeline.provenance import git_revision
 
 _JOB = ("python", "-m")
-_PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+# They say which server, registry, store and hub the command means. Secrets, and paths of this machine, stay
+# here unless --env names them. A bucket's region is looked up.
+_EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
+_STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_ADDRESSES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", *_STORES, "HF_ENDPOINT")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3
 _START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first seconds
@@ -57,8 +62,10 @@ class Config:
     """Print the job's output until it ends, and exit with its code. A job whose process dies without a
     word is sent again, twice."""
     env: tuple[str, ...] = ()
-    """Names of variables of this environment that the job gets too, besides MLFLOW_TRACKING_URI and
-    MLFLOW_EXPERIMENT_NAME. Whoever may see the cluster's dashboard sees their values."""
+    """Names of variables of this environment that the job gets too, such as MLFLOW_TRACKING_TOKEN. Whoever
+    may see the cluster's dashboard sees their values. The job always gets MLFLOW_TRACKING_URI,
+    MLFLOW_REGISTRY_URI, MLFLOW_EXPERIMENT_NAME, and the addresses of stores and hubs (AWS_ENDPOINT_URL,
+    HF_ENDPOINT)."""
     max_upload_mib: int = 50
     """Larger uploads are refused: each node downloads them."""
     dry_run: bool = False
@@ -211,29 +218,46 @@ def _settings_of_workflow(step: workflow.Step) -> set[str]:
 
 
 def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
-    """The variables that the job gets. Raises BadInput for one that this environment lacks."""
+    """The variables that the job gets. Raises BadInput for one that this environment lacks, and for one with
+    a password that `names` does not ask for."""
     for name in names:
         if name not in os.environ:
             raise BadInput(f"--env {name}: no such variable in this environment")
-    passed = (*_PASSED_VARIABLES, *names)
-    variables = {name: os.environ[name] for name in passed if os.environ.get(name)}
-    uri = variables.get("MLFLOW_TRACKING_URI", "")
-    if not uri or uri.startswith(("sqlite:", "file:", "/", ".")):
-        variables.pop("MLFLOW_TRACKING_URI", None)
-        reason = f"{uri} is a file of this machine" if uri else "is not set"
-        _say(f"MLFLOW_TRACKING_URI {reason}: the job logs to a file in its folder, which the cluster "
-             "removes; start a server to keep its runs")  # fmt: skip
+    variables = {name: os.environ[name] for name in (*names, _EXPERIMENT) if os.environ.get(name)}
+    for name in _ADDRESSES:
+        value = os.environ.get(name, "")
+        if not value or name in names:
+            continue
+        if re.search(r"://[^/@]*:[^/@]*@", value):
+            raise BadInput(f"{name}: has a password, which the cluster's dashboard would show; allowed: an "
+                           f"address without one, or --env {name}")  # fmt: skip
+        if reason := _stays_here(name, value):
+            _say(f"{name} is not sent: {value} is {reason}")
+        else:
+            variables[name] = value
+    if "MLFLOW_TRACKING_URI" not in variables:
+        _say("the job logs to a file in its folder, which the cluster removes; set MLFLOW_TRACKING_URI to "
+             "the address of a server to keep its runs")  # fmt: skip
     if revision := git_revision():
         variables["POLYRANK_GIT_REVISION"] = revision
     return variables
+
+
+def _stays_here(name: str, value: str) -> str:
+    """Why an address means nothing on other machines; "": it does."""
+    if value.startswith(("sqlite:", "file:", "/", ".")):
+        return "a file of this machine"
+    # Such as a forwarded port of a store that the nodes reach by another name.
+    is_loopback = urlsplit(value).hostname in ("localhost", "127.0.0.1", "::1")
+    return "a port of this machine" if name in _STORES and is_loopback else ""
 
 
 def _connect(address: str) -> Any:
     """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
 
-    client, cluster_version = dashboard.connect(
-        lambda url: (_job_client(url), dashboard.ray_version(url)), url
+    cluster_version, client = dashboard.connect(
+        lambda url: (dashboard.ray_version(url), _job_client(url)), url
     )
     import ray
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -133,13 +133,13 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
                 _shortened(command), "a command")  # fmt: skip
         place = f"{file}: steps.{name}"
         try:
+            # YAML joins the lines of a command, so what stands behind a # may be the rest of its options.
+            comment = re.search(r"(?<!\S)#.*", command)
+            require(not comment, place, comment and _shortened(comment[0]), "a command without a comment in "
+                    "its text; a comment stands above it")  # fmt: skip
             words = shlex.split(_replace(command, values, place))
         except ValueError as error:
             raise BadInput(f"{place}: {error} in {_shortened(command)!r}") from None
-        # YAML joins the lines of a command, so what stands behind a # may be the rest of its options.
-        comment = " ".join(itertools.dropwhile(lambda word: not word.startswith("#"), words))
-        require(not comment, place, _shortened(comment), "a command without a comment in its text; a "
-                "comment stands above it")  # fmt: skip
         require(bool(words), place, _shortened(command), "a command")
         steps.append(Step(str(name), tuple(words)))
     require(bool(steps), f"{file}: steps", "none", "one step or more")

@@ -5,6 +5,7 @@ A directory without a manifest is no artifact. `pipeline.engine.draft` makes art
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -84,12 +85,12 @@ class Artifact:
 
         `only`: the paths of the files that are needed; None: all. The others may be missing.
         """
-        folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+
+        def is_whole(copy: Path) -> bool:
+            return copy.exists() and not _size_fault(str(copy), self.manifest, only)
+
+        folder = node_cache.local_folder(self.uri, self.fingerprint, only, is_whole)
         try:
-            if not storage.is_local(self.uri) and _size_fault(str(folder), self.manifest, only):
-                storage.delete(str(folder))
-                node_cache.local_folder(self.uri, self.fingerprint, only)
-                node_cache.release(folder)
             _check_sizes(str(folder), self.manifest, only)
         except BaseException:
             node_cache.release(folder)
@@ -193,7 +194,7 @@ def _size_fault(uri: str, manifest: Mapping[str, Any], only: Collection[str] | N
 
 def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
     size = data.size if isinstance(data, pa.Buffer) else len(data)
-    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
+    return {"path": name, "rows": rows, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def folder_entries(folder: Path) -> list[FileEntry]:

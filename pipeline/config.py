@@ -231,6 +231,24 @@ def to_dict(config: Any) -> dict[str, Any]:
     return values
 
 
+def defaults_of(config: Any, group: Any = None) -> dict[str, Any]:
+    """As `to_dict`, with the defaults instead of the values, and without the fields that have none.
+
+    `group`: the defaults of this group in the job's settings; None: its own. A union has those of the
+    dataclass that `config` chose.
+    """
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = getattr(group, field.name, default_of(type(config), field.name))
+        if dataclasses.is_dataclass(value):
+            same_kind = default if type(default) is type(value) else None
+            defaults[field.name] = defaults_of(value, same_kind)
+        elif default is not None or field.default is None:
+            defaults[field.name] = json.loads(json.dumps(default))
+    return defaults
+
+
 def identity(config: Any) -> dict[str, Any]:
     """As `to_dict`, without the fields that are `NOT_IDENTITY`."""
     return _identity_values(config, to_dict(config))

@@ -74,11 +74,6 @@ class Processor:
         emulate them at a quarter of float32's speed."""
         return self._reaches("avx512_bf16")
 
-    @property
-    def amx(self) -> bool:
-        """Whether products cost less than reading the rows: AMX makes ten times those of AVX-512."""
-        return self._reaches("amx")
-
     def _reaches(self, kind: str) -> bool:
         return KINDS.index(self.kind) >= KINDS.index(kind)
 

@@ -35,7 +35,9 @@ def _revision_of_checkout() -> str | None:
         return None
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
+    """Their metadata takes 30 ms to read, and a process may publish many artifacts."""
     versions = {}
     for name in ("polyrank", "ray", "torch", "transformers", "tokenizers", "pyarrow", "mlflow"):
         try:

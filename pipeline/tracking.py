@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import mlflow
 import sqlalchemy
@@ -459,11 +460,11 @@ def _set_experiment(name: str) -> str:
         sqlalchemy.create_engine(uri).connect().close()
     if not uri.startswith(_SQLITE):
         return str(registry.bounded(mlflow.set_experiment, name).experiment_id)
-    base = Path(uri.removeprefix(_SQLITE))
+    base = _sqlite_path(uri)
     with _file_lock(base.with_name(f"{base.name}.lock")):
         _require_writable(uri)
         if mlflow.get_experiment_by_name(name) is None:
-            mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
+            mlflow.create_experiment(name, artifact_location=(base.parent / "mlruns").as_uri())
         return str(mlflow.set_experiment(name).experiment_id)
 
 
@@ -504,7 +505,14 @@ def _absolute_uri(uri: str) -> str:
     """A relative sqlite path means another file in another process' working directory."""
     if not uri.startswith(_SQLITE):
         return uri
-    return _SQLITE + str(Path(uri.removeprefix(_SQLITE)).absolute())
+    _, mark, query = uri.partition("?")
+    # SQLAlchemy decodes the path. MLflow does not, and makes an empty folder of the encoded name.
+    path = str(_sqlite_path(uri).absolute()).replace("%", "%25")
+    return f"{_SQLITE}{path}{mark}{query}"
+
+
+def _sqlite_path(uri: str) -> Path:
+    return Path(unquote(uri.removeprefix(_SQLITE).partition("?")[0]))
 
 
 def _metric_name(name: str) -> str:

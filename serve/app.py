@@ -10,71 +10,34 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
-import asyncio
 import functools
-import gc
 import logging
-import os
-import random
 import re
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
-from ray.exceptions import RayActorError, RayError
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig
-from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
-from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput, require
 from pipeline.models.precision import Precision
 from pipeline.models.settings import read_settings
-from pipeline.pools.shard import PoolPart
 from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
-from serve import tracing
-from serve.batcher import Batch
-from serve.engine import Engine, PoolAnswer
-from serve.follower import Follower
-from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.guard import ModelAnswer, log_to_stderr
 from serve.limits import Limits
-from serve.metrics import Metrics
-from serve.refusals import Refusal
-from serve.service import Service
-from serve.shards import (
-    OnMissingShard,
-    PoolShard,
-    ShardedPool,
-    ShardFacts,
-    ShardQuery,
-    ShardUnavailable,
-)
-from serve.versions import (
-    Decision,
-    PollingDecider,
-    Report,
-    Targets,
-    Versions,
-    problem_of,
-    resolve,
-    without_folders,
-)
+from serve.versions import CANDIDATE, CHAMPION, PollingDecider, problem_of, resolve
 
-_CHAMPION, _CANDIDATE = "versions", "candidate"  # names of the deciders
-_ANSWER_S = 30.0  # the decider may have to list an object store
-_REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
-_OPEN_S = 600.0  # a shard may have to download its part first
+if TYPE_CHECKING:
+    from serve.pools import PoolAnswer
+    from serve.refusals import Refusal
+    from serve.shards import ShardFacts, ShardQuery
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -102,7 +65,7 @@ class Args(BaseModel):
     """Further resources of such a replica, such as serving: 1; only nodes with these run it."""
     shard_wait_s: float = Field(default=2.0, gt=0)
     """Seconds after which a silent shard counts as missing."""
-    on_missing_shard: OnMissingShard = "refuse"
+    on_missing_shard: Literal["refuse", "answer"] = "refuse"
     """refuse: answer 503. answer: answer without the shard's rows, and say so."""
     second_stage: str = ""
     """A cross-encoder that scores the best of a pool again. An alias is resolved once."""
@@ -165,178 +128,45 @@ _deployment = functools.partial(
 @_deployment()
 @serve.ingress()
 class Ranker:
-    """A replica of the service."""
+    """A replica of the service, `serve.replica.Replica`.
+
+    It is imported where it runs: whoever deploys it need not wait for torch and transformers, which take
+    seconds to load.
+    """
 
     def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
-        # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
-        os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-        log_to_stderr()
-        tracing.install()
-        self._args = args
-        self._shards = [_DeployedShard(handle) for handle in shards]
-        self._metrics = metrics = Metrics()
-        limits = args.limits
-        self._service = Service(
-            lambda: self._champion_follower.engine,
-            limits.waiting_s,
-            self._record_batch,
-            metrics.record_ranking,
-            limits.batch_rows,
-            self._draw_candidate,
-        )
-        self._champion_follower = self._make_follower(_CHAMPION)
-        self._champion_follower.start()
-        self._candidate_follower = self._make_follower(_CANDIDATE)
-        if args.candidate:
-            # The champion answers until the candidate is loaded.
-            self._candidate_follower.start(until_loaded=False)
+        from serve.replica import Replica
 
-    def _make_follower(self, decider: str) -> Follower:
-        replica = serve.get_replica_context().replica_id.unique_id
-
-        def ask(report: Report) -> Decision:
-            actor = serve.get_deployment_actor(decider)  # each time, because it may have restarted
-            answer: Decision = ray.get(actor.follow.remote(report), timeout=_ANSWER_S)
-            return answer
-
-        def record_decision(problems: Sequence[str]) -> None:
-            is_champion = decider == _CHAMPION and follower.loaded is not None
-            pools = follower.engine.info()["pools"] if is_champion else []
-            self._metrics.record_decision(decider, problems, pools)
-
-        follower = Follower(replica, ask, self._load, self._args.poll_s, record_decision)
-        return follower
-
-    def _draw_candidate(self) -> Engine | None:
-        """The candidate, if the next request is one of its share."""
-        is_drawn = random.random() < self._args.candidate_share
-        return self._candidate_follower.loaded if is_drawn else None
-
-    def _state(self) -> dict[str, Any]:
-        candidate = self._candidate_follower.loaded
-        candidate_fingerprint = candidate.model.fingerprint if candidate else None
-        pools = [*self._args.pools, *self._args.sharded_pools]
-        problems = [
-            without_folders(problem, pools)
-            for problem in (*self._champion_follower.problems, *self._candidate_follower.problems)
-        ]
-        return {"candidate": candidate_fingerprint, "problems": problems}
-
-    def _load(self, versions: Versions) -> Engine:
-        args, began = self._args, time.monotonic()
-        count_missing, local = self._metrics.record_missing_shard, len(args.pools)
-        sharded = [
-            ShardedPool(pool, self._shards, args.shard_wait_s, args.on_missing_shard, count_missing)
-            for pool in versions.pools[local:]
-        ]
-        engine = Engine(
-            versions.model, versions.pools[:local], args.precision, args.second_stage, args.classifier,
-            sharded, args.second_stage_candidates, args.together,
-        )  # fmt: skip
-        try:
-            if engine.model.fingerprint != versions.fingerprint:
-                now = engine.model.fingerprint
-                raise BadInput(f"{versions.model}: is {now} now, not {versions.fingerprint}")
-            asyncio.run(self._service.rehearse(engine, time.monotonic() + _REHEARSAL_S))
-        except BaseException:
-            engine.close()
-            raise
-        self._metrics.load_seconds.set(time.monotonic() - began)
-        _collect_garbage()
-        _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
-        return engine
+        self._replica = Replica(args, shards)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        args = self._args
-        return create_app(
-            self._service,
-            args.limits,
-            BearerTokens.of_environment(),
-            args.origins,
-            self._state,
-            self._close,
-            self._record_answer,
-            self._metrics.record_error,
-            args.names,
-            args.playground,
-            echoes_request_id=False,
-        )
-
-    def _record_batch(self, batch: Batch) -> None:
-        self._metrics.record_batch(batch)
-        self._metrics.record_queue(self._service.batcher)
-
-    def _record_answer(self, answer: ModelAnswer) -> None:
-        self._metrics.record_answer(answer)
-        self._metrics.record_queue(self._service.batcher)
+        return self._replica.create_app()
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""
-        if problem := await self._service.problem():
+        if problem := await self._replica.problem():
             raise RuntimeError(problem)
-
-    def _close(self) -> None:
-        self._service.close()
-        self._champion_follower.close()
-        self._candidate_follower.close()
 
 
 @_deployment()
-class RankerShard(PoolShard):
-    """A replica that holds one shard of each of `sharded_pools`."""
+class RankerShard:
+    """Holds one shard of each of `sharded_pools`, a `serve.shards.PoolShard`; loaded as above."""
 
     def __init__(self, number: int, args: Args) -> None:
-        part = PoolPart(number, args.shards)
-        super().__init__(part, args.limits.waiting_s, Metrics().record_batch)
-        for pool in args.sharded_pools:  # probably what the rankers ask for
-            with suppress(BadInput, OSError):
-                self.preload(pool)
+        from serve.replica import open_shard
+
+        self._shard = open_shard(number, args)
+
+    async def open(self, version: str) -> "ShardFacts | Refusal":
+        return await self._shard.open(version)
+
+    async def search(self, asked: "ShardQuery") -> "PoolAnswer | Refusal":
+        return await self._shard.search(asked)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises three times in a row."""
-        if problem := self.problem():
+        if problem := self._shard.problem():
             raise RuntimeError(problem)
-
-
-class _DeployedShard:
-    """A shard's deployment, as a ranker's replica sees it."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    def open(self, version: str) -> ShardFacts | Refusal:
-        facts: ShardFacts | Refusal
-        try:
-            facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
-            other_replicas = self._handle.broadcast("open", version)
-            other_replicas.results(timeout_s=_OPEN_S, return_exceptions=True)
-        except (TimeoutError, RayError, RayServeException) as error:
-            raise ShardUnavailable(str(error).splitlines()[0]) from None
-        return facts
-
-    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
-        try:
-            try:
-                return await self._handle.search.remote(query)  # type: ignore[no-any-return]
-            except RayActorError:  # its replica has died under it: another one may live
-                return await self._handle.search.remote(query)  # type: ignore[no-any-return]
-        except BackPressureError:
-            message = "a shard of the pool has too much to do"
-            return Refusal("overloaded", message, retry_after_s=1.0)
-        except (RayError, RayServeException) as error:
-            raise ShardUnavailable(str(error).splitlines()[0]) from None
-
-
-def _collect_garbage() -> None:
-    """Collects what an earlier version has left, and leaves out of later collections what is loaded now.
-
-    Otherwise the results of large answers set off full collections again and again, each of 0.1 to 0.35 s in
-    which nobody is answered: of 56 lists of 64 queries with `top_k` 1,000 39 were answered in time, now all,
-    and small requests beside them took 0.24 s at p99, now 0.13 s."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
 
 
 def build(args: Args) -> serve.Application:
@@ -346,9 +176,9 @@ def build(args: Args) -> serve.Application:
 
 def application(args: Args, **options: Any) -> serve.Application:
     """Like `build`, with options for the deployment, such as `num_replicas`."""
-    pools = tuple(storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools])
-    champion = Targets(_absolute(args.model), pools)
-    resolve(champion)
+    pools = [storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools]]
+    models = {CHAMPION: _absolute(args.model)}
+    resolve(models[CHAMPION], pools)
     BearerTokens.of_environment()
     bound_kind()
     second_stage = _resolved(args.second_stage)
@@ -357,12 +187,13 @@ def application(args: Args, **options: Any) -> serve.Application:
         read_settings(open_artifact(second_stage, "ranker").uri).require_pairs()
     classifier = _resolved(args.classifier)
     if classifier:
+        from pipeline.classification.classifier import open_classifier
+
         open_classifier(classifier)[1].open_encoder()
-    targets = {_CHAMPION: champion}
     if args.candidate:
-        targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
+        models[CANDIDATE] = _absolute(args.candidate)
         try:
-            resolve(targets[_CANDIDATE])
+            resolve(models[CANDIDATE], pools)
         except (BadInput, OSError) as error:
             _log.warning("candidate: not served until it can be: %s", problem_of(error))
     deciders = [
@@ -370,17 +201,17 @@ def application(args: Args, **options: Any) -> serve.Application:
             name=name,
             actor_class=ray.remote(PollingDecider),
             # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
-            init_kwargs={"model": target.model, "pools": list(target.pools), "poll_s": args.poll_s},
+            init_kwargs={"model": model, "pools": pools, "poll_s": args.poll_s},
             actor_options={"num_cpus": 0},
         )
-        for name, target in targets.items()
+        for name, model in models.items()
     ]
     args = args.model_copy(
         update={
             "second_stage": second_stage,
             "classifier": classifier,
-            "pools": list(pools[: len(args.pools)]),
-            "sharded_pools": list(pools[len(args.pools) :]),
+            "pools": pools[: len(args.pools)],
+            "sharded_pools": pools[len(args.pools) :],
         }
     )
     deployment = Ranker.options(  # type: ignore[attr-defined]

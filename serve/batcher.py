@@ -6,10 +6,11 @@ a pool. The thread never waits for a batch to fill: rows that arrive during a ba
 Order: each sender has two queues, one for interactive requests and one for bulk requests, whose work is
 more than a batch. Each queue is first come, first served: a request that was begun is finished, stage by
 stage. Queues take turns, by start-time fair queueing (Goyal, Vin and Cheng, 1996): a queue's finish grows by
-the cost of each row that is computed, which counts `_BULK` times for bulk, and the queue with the least
-finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
-requests, nor large ones move a sender before the others. While one sender has most of the rows and others
-are there, its batches are short, and the rows of the others are computed without its rows.
+the seconds that each row is expected to take, which count `_BULK` times for bulk, and the queue with the
+least finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
+requests, nor large ones move a sender before the others. While one sender asks for most and others are
+there, batches are short, the rows of the others are computed without its rows, and their next stage is waited
+for.
 
 Admission: a request is refused if it would wait for too many seconds of work. Only admitted work that comes
 before it counts, and never its own: a list of requests is one request, which its parts do not refuse. The
@@ -28,13 +29,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
-
-from cachetools import TTLCache
+from typing import Any, TypeVar
 
 from serve import tracing
 from serve.refusals import Refusal
@@ -48,13 +47,20 @@ ended after their deadlines: of 600 that could be computed in time 100 were."""
 _NICENESS_STEP = 10
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _SHORT_BATCH_S = 0.03
-"""What a batch takes at most, about, while one sender has most of the rows and others are there: a row that
-arrives waits for the end of a batch in each of its stages."""
-_PRESENT_S = 2.0  # for which a sender is there after a request
+"""What a batch takes at most, about, while one sender asks for most and others are there: a row that arrives
+waits for the end of a batch."""
+_NEXT_STAGE_S = 0.01
+"""For which the thread waits, in that case, for the next stage of a request of another sender: its rows come
+once the event loop has run, and a batch of the first sender's rows would be computed meanwhile."""
+_MOST = 2 / 3  # of what all ask for
+_SENDERS = 100  # that are known; more are hardly ever there at once
+_PRESENT_S = 2.0
+"""For which a sender is there after a request. What it asked for counts half after so long."""
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
 
+ResultT = TypeVar("ResultT")
 SENDER: ContextVar[str] = ContextVar("sender", default="")
 """The sender of the current request."""
 
@@ -82,6 +88,8 @@ class Stage:
     """Rows to their results, in order."""
     batch_cost: float
     """The most cost (usually tokens) in a batch. A row that costs more is computed alone."""
+    cost: Callable[[Any], float] = len
+    """The cost of a row."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,21 @@ class Batch:
 class _Queue:
     """The work of one sender and class."""
 
-    factor: float
-    """By which its cost counts."""
+    sender: str
+    is_bulk: bool
     finish: float = 0.0
-    """Grows with the cost of what was computed."""
+    """Grows with the seconds of what was computed."""
     rows: int = 0
     """Those that wait."""
     parts: set[_Part] = field(default_factory=set)
     left_s: float | None = None
     """Seconds of admitted work that is left; None: to be summed anew. Each refusal asks for them, and the sum
     over 500 parts takes 0.07 ms, twice as long as all else that polyrank's code does for a refusal."""
+
+    @property
+    def factor(self) -> float:
+        """By which its cost counts."""
+        return _BULK if self.is_bulk else 1.0
 
     def seconds(self) -> float:
         """Seconds of admitted work that is left."""
@@ -124,12 +137,12 @@ class _Queue:
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request, or a list of them."""
+class Admission:
+    """The admission of a request, or of a list of them, whose first part decides for all."""
 
+    is_granted: bool = False
     cost: float = 0.0
     """In batches, as far as it is known."""
-    is_admitted: bool = False
 
 
 @dataclass(eq=False)
@@ -140,7 +153,11 @@ class _Part:
     cost: float = 0.0
     mean: _Mean = field(default_factory=_Mean)
     """Seconds of a unit of cost, as measured by now."""
+    is_in_admitted_list: bool = False
+    """Whether an earlier part of its list was admitted."""
     spent_s: float = 0.0
+    rows: int = 0
+    """Those that wait."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of admission."""
 
@@ -149,7 +166,6 @@ class _Part:
         return max(0.0, self.cost * self.mean.value - self.spent_s)
 
 
-_request: ContextVar[_Request | None] = ContextVar("request", default=None)
 _part: ContextVar[_Part | None] = ContextVar("part", default=None)
 
 
@@ -191,6 +207,17 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
 
 
+async def all_of(*parts: Coroutine[Any, Any, ResultT]) -> list[ResultT]:
+    """The results of a request's parts, in order. If one part fails, its error is raised, and the others are
+    cancelled, because nobody waits for them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 class Batcher:
     """Deadlines are of `time.monotonic`."""
 
@@ -211,8 +238,8 @@ class Batcher:
         self._queues: dict[tuple[str, bool], _Queue] = {}
         self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
         self._batch_means: dict[str, _Mean] = defaultdict(_Mean)  # the same of a stage's batches
-        # Of more senders than are ever there at once; a hundred of them are as good as all.
-        self._present = TTLCache[str, bool](100, _PRESENT_S, time.monotonic)
+        self._asked: dict[str, tuple[float, float]] = {}
+        """By sender, the latest at the end: what it asked for, also in vain, and when that was added up."""
         self._closed = False
         self._failures: dict[str, int] = {}  # in a row, by stage
         self._busy_since: float | None = None
@@ -252,7 +279,8 @@ class Batcher:
     def _waiting_s(self, is_bulk: bool, own_s: float = 0.0) -> float:
         """Seconds of others' work before the end of a new request of this sender, which itself takes `own_s`.
         While its own queue is computed for a second, another one is for 1, 4 or 0.25 s."""
-        own = self._queues.get((SENDER.get(), is_bulk)) or _Queue(_BULK if is_bulk else 1.0)
+        key = SENDER.get(), is_bulk
+        own = self._queues.get(key) or _Queue(*key)
         before_s = own.seconds()
         return before_s + sum(
             min(queue.seconds(), (before_s + own_s) * own.factor / queue.factor)
@@ -277,40 +305,30 @@ class Batcher:
             queue.left_s = None
 
     @contextmanager
-    def one_request(self) -> Iterator[None]:
-        """What asks to be admitted inside the `with` block is one request. Its first part decides for all."""
-        token = _request.set(_Request())
-        try:
-            yield
-        finally:
-            _request.reset(token)
-
-    @contextmanager
     def admit(
-        self, name: str, cost: float, deadline: float, is_admitted: bool = False
-    ) -> Iterator[bool]:
-        """Admits a request, whose rows are handed in inside the `with` block; whether it is the first part.
+        self, name: str, cost: float, deadline: float, admission: Admission | None = None
+    ) -> Iterator[None]:
+        """Admits a request, whose rows are handed in inside the `with` block.
 
         `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
-        `is_admitted`: it belongs to a list, whose first part was admitted. Raises Refusal (overloaded) if the
-        request would wait for too much work, or for over half of its time, and (too_late) after its deadline.
+        `admission`: that of the list to which it belongs. Raises Refusal (overloaded) if the request would
+        wait for too much work, or for over half of its time, and (too_late) after its deadline.
         """
-        request, mean = _request.get() or _Request(), self._means[name]
-        request.is_admitted |= is_admitted
-        request.cost += cost
-        is_bulk, is_first = request.cost > 1.0, not request.is_admitted
-        if is_first and (refusal := self.refusal(deadline, is_bulk, cost * mean.value)):
-            raise refusal
-        request.is_admitted = True
-        key = SENDER.get(), is_bulk
-        with self._changed:
-            self._present[SENDER.get()] = True
-        queue = self._queues.setdefault(key, _Queue(_BULK if is_bulk else 1.0))
-        part = _Part(queue, cost, mean)
+        admission, mean, sender = admission or Admission(), self._means[name], SENDER.get()
+        admission.cost += cost
+        self._note(sender, cost)
+        is_bulk, is_in_admitted_list = admission.cost > 1.0, admission.is_granted
+        if not is_in_admitted_list:
+            if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
+                raise refusal
+            admission.is_granted = True
+        key = sender, is_bulk
+        queue = self._queues.setdefault(key, _Queue(*key))
+        part = _Part(queue, cost, mean, is_in_admitted_list)
         queue.add(part)
         token = _part.set(part)
         try:
-            yield is_first
+            yield
             if part.spent_s:
                 mean.add(part.spent_s / cost)
         finally:
@@ -318,7 +336,15 @@ class Batcher:
             queue.parts.discard(part)
             if not queue.parts:
                 self._queues.pop(key, None)
+            with self._changed:  # the thread may wait for this request's next stage
+                self._changed.notify()
             self._sum_anew()
+
+    @property
+    def is_in_admitted_list(self) -> bool:
+        """Whether the current request belongs to a list, of which an earlier part was admitted."""
+        part = _part.get()
+        return part is not None and part.is_in_admitted_list
 
     async def run(
         self, stage: Stage, rows: Sequence[Any], costs: Sequence[float], deadline: float
@@ -328,13 +354,14 @@ class Batcher:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
             raise Refusal("too_late")
-        part = _part.get() or _Part(_Queue(1.0))
+        part = _part.get() or _Part(_Queue(SENDER.get(), False))
         since, queue = time.monotonic(), part.queue
         call = _Call(stage, rows, costs, part, asyncio.get_running_loop().create_future(), since)
         with self._changed:
             if not queue.rows:
                 queue.finish = max(self._finish, queue.finish)
             queue.rows += len(rows)
+            part.rows += len(rows)
             heap = self._calls.setdefault((stage, queue.factor), {}).setdefault(queue, [])
             heapq.heappush(heap, (part.number, next(self._numbers), call))
             self._changed.notify()
@@ -357,23 +384,38 @@ class Batcher:
                     self._changed.wait()
                 if self._closed:
                     return
-                batch = self._next_batch()
+                batch, crowd = self._next_batch()
             if batch:
-                self._busy_since = time.monotonic()
                 self._compute(batch)
                 self._busy_since = None
+                if crowd:
+                    self._wait_for_next_stages(
+                        {call.part for call, _ in batch if call.part.queue.sender != crowd}
+                    )
 
-    def _next_batch(self) -> _Batch:
-        """The row that is next, and others of its stage. Drops rows that nobody waits for any more.
+    def _wait_for_next_stages(self, parts: set[_Part]) -> None:
+        """Until each has rows, or has ended."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(part.rows or part not in part.queue.parts for part in parts),
+                _NEXT_STAGE_S,
+            )
 
+    def _next_batch(self) -> tuple[_Batch, str | None]:
+        """The row that is next, and others of its stage; the sender that asks for most.
+
+        Rows that nobody waits for any more are dropped.
         Rows of bulk requests do not fill a batch of interactive ones, which would take longer by them.
         """
         together = min(self._calls, key=lambda key: _next_queue(self._calls[key])[:2])
         heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
-        crowd = self._crowd(heaps)
-        cost, most_cost = 0.0, self._most_cost(stage, crowd)
+        crowd, mean_s = self._crowd(), self._batch_means[stage.name].value
+        unit_s = mean_s or 1 / stage.batch_cost
+        cost, most_cost = 0.0, stage.batch_cost
+        if crowd and mean_s:
+            most_cost = min(most_cost, _SHORT_BATCH_S / unit_s)
         while heaps and len(batch) < self._batch_rows:
             _, (_, _, call), queue = _next_queue(heaps)
             rows_left, row_cost = len(call.rows) - call.taken, call.costs[call.taken]
@@ -381,39 +423,50 @@ class Batcher:
                 taken = rows_left
             elif batch and cost + row_cost > most_cost:
                 break
-            elif batch and queue is crowd and batch[0][0].part.queue is not crowd:
+            elif batch and queue.sender == crowd != batch[0][0].part.queue.sender:
                 break  # the first would wait for the rows of the others, too
             else:
                 taken = 1
                 batch.append((call, call.taken))
                 cost += row_cost
-                queue.finish += row_cost * queue.factor / stage.batch_cost
+                queue.finish += row_cost * unit_s * queue.factor
             call.taken += taken
             queue.rows -= taken
+            call.part.rows -= taken
             if taken == rows_left:
                 heapq.heappop(heaps[queue])
                 if not heaps[queue]:
                     del heaps[queue]
         if not heaps:  # also of stages of models that are no longer served
             del self._calls[together]
-        return batch
+        return batch, crowd
 
-    def _crowd(self, heaps: Mapping[_Queue, _Heap]) -> _Queue | None:
-        """The queue that has most of the rows while other senders are there, if any."""
-        largest = max(heaps, key=lambda queue: queue.rows)
-        has_most = 2 * largest.rows > sum(queue.rows for queue in heaps)
-        return largest if has_most and len(self._present) > 1 else None
+    def _note(self, sender: str, cost: float) -> None:
+        """A sender asks for so much."""
+        with self._changed:
+            now = time.monotonic()
+            asked, then = self._asked.pop(sender, (0.0, now))
+            self._asked[sender] = asked * _left(now - then) + cost, now
+            if len(self._asked) > _SENDERS:
+                del self._asked[next(iter(self._asked))]
 
-    def _most_cost(self, stage: Stage, crowd: _Queue | None) -> float:
-        """The most cost of the next batch."""
-        unit_s = self._batch_means[stage.name].value
-        if crowd is None or not unit_s:
-            return stage.batch_cost
-        return min(stage.batch_cost, _SHORT_BATCH_S / unit_s)
+    def _crowd(self) -> str | None:
+        """The sender that asks for most while others are there, if any."""
+        now = time.monotonic()
+        asked = {
+            sender: cost * _left(now - then)
+            for sender, (cost, then) in self._asked.items()
+            if now - then < _PRESENT_S
+        }
+        if len(asked) < 2:
+            return None
+        largest = max(asked, key=lambda sender: asked[sender])
+        return largest if asked[largest] > _MOST * sum(asked.values()) else None
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""
-        stage, began = batch[0][0].stage, time.monotonic()
+        stage = batch[0][0].stage
+        self._busy_since = began = time.monotonic()
         for call, _ in batch:
             call.began = min(call.began, began)
         try:
@@ -451,6 +504,11 @@ class Batcher:
             return
         for call in calls:
             self._compute([row for row in batch if row[0] is call])
+
+
+def _left(seconds: float) -> float:
+    """The share of what a sender asked for that still counts."""
+    return float(0.5 ** (seconds / _PRESENT_S))
 
 
 def _next_queue(heaps: Mapping[_Queue, _Heap]) -> tuple[float, tuple[int, int, _Call], _Queue]:

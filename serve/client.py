@@ -21,8 +21,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import httpx2
 from pydantic import AliasPath, Field, TypeAdapter, ValidationError
@@ -217,18 +218,17 @@ class AsyncClient:
             left_s = deadline - time.monotonic() - wait_s
             headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
             await self._sleep(wait_s)
-            outcome = await self._outcome(left_s, method, path, body, headers)
+            answer = await self._attempt(left_s, answer_type, method, path, body, headers)
+            if not isinstance(answer, _Failure):
+                return answer
             attempts += 1
-            deaths += _may_have_died(outcome)
-            if isinstance(outcome, httpx2.Response) and outcome.is_success:
-                try:
-                    return answer_type.validate_json(outcome.content)
-                except ValidationError:
-                    raise _unknown_answer(outcome) from None
-            wait_s = _wait_s(outcome, attempts)
-            is_over = attempts > retries or wait_s >= deadline - time.monotonic()
-            if is_over or deaths >= _MOST_DEATHS or not _is_worth_another_attempt(outcome):
-                raise self._error(outcome, headers["x-request-id"])
+            deaths += answer.may_have_died
+            wait_s = _FIRST_WAIT_S * 2 ** min(attempts - 1, _MOST_DOUBLINGS)
+            wait_s = max(wait_s, answer.retry_after_s) * random.uniform(1, 1 + _JITTER)
+            may_retry = answer.is_retried and attempts <= retries and deaths < _MOST_DEATHS
+            if not may_retry or wait_s >= deadline - time.monotonic():
+                answer.error.request_id = headers["x-request-id"]
+                raise answer.error
 
     def _http_of_loop(self) -> httpx2.AsyncClient:
         """The connections of the running event loop. Nobody reads from those of an earlier loop, which has
@@ -239,34 +239,64 @@ class AsyncClient:
         self._loop = running
         return self._http
 
-    async def _outcome(
-        self, timeout_s: float, method: str, path: str, body: Any, headers: Mapping[str, str]
-    ) -> _Outcome:
+    async def _attempt(
+        self,
+        timeout_s: float,
+        answer_type: TypeAdapter[ResultT],
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+    ) -> ResultT | _Failure:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http_of_loop().request(method, path, json=body, headers=headers)
-        except (TimeoutError, httpx2.RequestError) as error:
-            return error
-
-    def _error(self, outcome: _Outcome, request_id: str) -> ServiceError:
-        if isinstance(outcome, TimeoutError):
-            message = f"no answer within {self._timeout_s:g} s"
-            return ServiceError("too_late", message, request_id=request_id)
-        if isinstance(outcome, httpx2.RequestError):
-            message = str(outcome) or type(outcome).__name__
-            return ServiceError("unreachable", message, request_id=request_id)
-        if code := _code_of_ray(outcome):
-            message = f"HTTP {outcome.status_code}: {outcome.text[:_SHOWN_CHARACTERS]}"
-            return ServiceError(code, message, None, outcome.status_code, request_id)
-        try:
-            error = outcome.json()["error"]
-            problem = (str(error["code"]), str(error["message"]), error["field"])
-        except (ValueError, LookupError, TypeError):
-            return _unknown_answer(outcome)
-        return ServiceError(*problem, outcome.status_code, request_id)
+                response = await self._http_of_loop().request(
+                    method, path, json=body, headers=headers
+                )
+            if response.is_success:
+                return answer_type.validate_json(response.content)
+        except TimeoutError:
+            return _Failure(ServiceError("too_late", f"no answer within {self._timeout_s:g} s"))
+        except httpx2.RequestError as error:
+            is_lost = isinstance(error, (httpx2.NetworkError, httpx2.RemoteProtocolError))
+            may_have_died = is_lost and not isinstance(error, httpx2.ConnectError)
+            message = str(error) or type(error).__name__
+            return _Failure(ServiceError("unreachable", message), is_lost, may_have_died)
+        except ValidationError:
+            return _Failure(_unknown_answer(response))
+        return _failure_of(response)
 
 
-_Outcome = httpx2.Response | httpx2.RequestError | TimeoutError
+class _Failure(NamedTuple):
+    """An attempt without an answer."""
+
+    error: ServiceError
+    is_retried: bool = False
+    may_have_died: bool = False
+    """Whether the replica, or a proxy, may have died under the request."""
+    retry_after_s: float = 0.0
+
+
+def _failure_of(response: httpx2.Response) -> _Failure:
+    status, error = response.status_code, _unknown_answer(response)
+    if response.headers.get("content-type", "").startswith("text/plain"):
+        if code := _CODES_OF_RAY.get(status):
+            message = f"HTTP {status}: {response.text[:_SHOWN_CHARACTERS]}"
+            error = ServiceError(code, message, None, status)
+    else:
+        with suppress(ValueError, LookupError, TypeError):
+            told = response.json()["error"]
+            error = ServiceError(str(told["code"]), str(told["message"]), told["field"], status)
+    is_retried = status in _RETRIED_STATUSES or error.code in ("not_ready", "replica_died")
+    retry_after = response.headers.get("retry-after", "")
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+    return _Failure(error, is_retried, error.code == "replica_died", retry_after_s)
+
+
+def _unknown_answer(response: httpx2.Response) -> ServiceError:
+    status, text = response.status_code, response.text[:_SHOWN_CHARACTERS]
+    message = f"HTTP {status}, not an answer of the service: {text!r}"
+    return ServiceError("not_understood", message, None, status)
 
 
 def _blocking(
@@ -322,38 +352,3 @@ class Client:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _code_of_ray(answer: httpx2.Response) -> str:
-    """What an error says that no replica gave; "" for any other answer."""
-    is_plain = answer.headers.get("content-type", "").startswith("text/plain")
-    return _CODES_OF_RAY.get(answer.status_code, "") if is_plain else ""
-
-
-def _may_have_died(outcome: _Outcome) -> bool:
-    """Whether the replica, or a proxy, may have died under the request."""
-    if isinstance(outcome, httpx2.Response):
-        return _code_of_ray(outcome) == "replica_died"
-    is_lost = isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))
-    return is_lost and not isinstance(outcome, httpx2.ConnectError)
-
-
-def _is_worth_another_attempt(outcome: _Outcome) -> bool:
-    if isinstance(outcome, httpx2.Response):
-        is_down = _code_of_ray(outcome) in ("not_ready", "replica_died")
-        return is_down or outcome.status_code in _RETRIED_STATUSES
-    return isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))
-
-
-def _wait_s(outcome: _Outcome, attempts: int) -> float:
-    wait_s: float = _FIRST_WAIT_S * 2 ** min(attempts - 1, _MOST_DOUBLINGS)
-    if isinstance(outcome, httpx2.Response):
-        retry_after: str = outcome.headers.get("retry-after", "")
-        wait_s = max(wait_s, float(retry_after) if retry_after.isdecimal() else 0.0)
-    return wait_s * random.uniform(1, 1 + _JITTER)
-
-
-def _unknown_answer(answer: httpx2.Response) -> ServiceError:
-    message = f"HTTP {answer.status_code}, not an answer of the service: {answer.text[:_SHOWN_CHARACTERS]!r}"
-    return ServiceError("not_understood", message, None, answer.status_code,
-                        answer.request.headers["x-request-id"])  # fmt: skip

@@ -6,73 +6,39 @@ M vectors a context, D dimensions, C candidates.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline import storage
-from pipeline.arrays import Bools, Floats
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.engine.resources import best_device
 from pipeline.models import explanation, inference
 from pipeline.models.explanation import Explained
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
-from pipeline.models.settings import Attention
-from pipeline.pools.lock import lease
-from pipeline.pools.pool import Canary, Pool, describe
 from pipeline.ranking.ranker import Ranker as LoadedRanker
-from pipeline.ranking.results import Result, results_at
-from pipeline.search import device, top_rows
 from pipeline.storage import node_cache
 from serve.batcher import Stage
 from serve.intents import Intents
 from serve.known_contexts import KnownContexts
-from serve.masks import Masks
+from serve.pools import ALL_ROWS, Masks, OpenPool, PoolQuery, RowFilter
+from serve.shards import ShardedPool
 from serve.versions import RefusedPool, require_search
-
-if TYPE_CHECKING:
-    from serve.shards import ShardedPool
 
 # Tokens in a batch for each thread; `inference` splits it further, by length. Larger batches are no faster,
 # and delay small requests: of 10,470 tokens, a model of the size of all-MiniLM on two threads took 0.34 s in
 # batches of 1,308 or 2,617, and 0.44 s in one batch.
 _TOKENS_A_THREAD, _TOKENS_A_GPU = 1_024, 65_536
-_SEARCHES = 16  # searches in one pass over a pool
-_ROWS_OF_A_SEARCH = 200  # whose texts are read in the time of a search of a small pool
 _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
-CANARIES = 8  # rows of a pool that are embedded again to check its vectors
-_NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
-
-
-class PoolQuery(NamedTuple):
-    """A search of a pool."""
-
-    vectors_MD: Tensor
-    mask_M: Tensor
-    top_k: int
-    among: Bools | None = None
-    """[rows of the pool] true for the rows to search; None: all."""
-
-
-class PoolAnswer(NamedTuple):
-    """The best rows of a pool, best first; ties by id."""
-
-    results: list[Result]
-    certified: bool
-    """Whether this is provably the exact top k."""
-    vectors: Mapping[int, Floats] = {}
-    """[D] by the place of a result; only of shards, which send them where a query asks for them."""
-    missing_shards: Sequence[int] = ()
-    """Shards that did not answer, whose rows are not among the results."""
+_NEAR = 0.05
+"""Tolerated distance of a vector that is embedded again, relative to its length: bf16 against float32."""
 
 
 class SecondStage(NamedTuple):
@@ -94,8 +60,8 @@ class ExplainableRanking(NamedTuple):
     """The context, of `Ranker.context_rows`."""
     vectors_MD: Tensor
     mask_M: Tensor
-    candidates: Callable[[], Tensor]
-    """[K, D] of the results; those of a pool are read from its files."""
+    candidates_KD: Tensor
+    """Of the results."""
 
 
 class Engine:
@@ -121,12 +87,16 @@ class Engine:
         """
         self.model = open_artifact(model, "ranker")
         require_search(self.model, pools)
-        self.pools: dict[str, Pool] = {}
-        self.sharded = {pool.name: pool for pool in sharded}
         self._closing = ExitStack()
         try:
-            for uri in pools:
-                self._open_pool(uri)
+            masks = Masks()
+            self.local_pools = [self._open_pool(uri, masks) for uri in pools]
+            self.pools: dict[str, OpenPool | ShardedPool] = {}
+            served: list[OpenPool | ShardedPool] = [*self.local_pools, *sharded]
+            for pool in served:
+                if pool.name in self.pools:
+                    raise BadInput(f"pools: two are named {pool.name!r}")
+                self.pools[pool.name] = pool
             with node_cache.collect_uses() as copies:
                 self._closing.callback(_release, copies)
                 self._load_models(precision, classifier)
@@ -134,23 +104,21 @@ class Engine:
                     self._load_second_stage(
                         second_stage, precision, second_stage_candidates, together
                     )
-            self._load_pools()
+            self._warm_up()
+            self._check_pools()
+            self._load_known_contexts()
         except BaseException:
             self.close()
             raise
 
-    def _open_pool(self, uri: str) -> None:
+    def _open_pool(self, uri: str, masks: Masks) -> OpenPool:
         try:
-            pool = Pool.open(uri, device=search_device())
-            self._closing.callback(pool.close)
-            pool.require_model(self.model)
+            open_pool = OpenPool(uri, masks)
+            self._closing.callback(open_pool.close)
+            open_pool.pool.require_model(self.model)
         except BadInput as error:
             raise RefusedPool(uri, error) from error
-        if (lease_file := lease(pool.artifact.uri)) is not None:
-            self._closing.callback(lease_file.stop)
-        if pool.name in self.pools or pool.name in self.sharded:
-            raise BadInput(f"pools: two are named {pool.name!r}")
-        self.pools[pool.name] = pool
+        return open_pool
 
     def _load_models(self, precision: Precision, classifier: str) -> None:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
@@ -158,13 +126,15 @@ class Engine:
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Stage("contexts", self._encode_contexts, tokens)
         self.candidates = Stage("candidates", self._encode_candidates, tokens)
-        self.pairs = Stage("pairs", functools.partial(_score_pairs, self.ranker), tokens)
+        self.pairs = _pair_stage("pairs", self.ranker, tokens)
         self.second_stage: SecondStage | None = None
         self.intents: Intents | None = None
         if classifier:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
-        self.scores = Stage("scores", self._score, _PRODUCTS)
-        self.explanations = Stage("explanations", self._explain, tokens)
+        self.scores = Stage("scores", self._score, _PRODUCTS, _products)
+        self.explanations = Stage(
+            "explanations", self._explain, tokens, lambda ranking: len(ranking.row)
+        )
 
     def _load_second_stage(
         self, uri: str, precision: Precision, candidates: int, together: bool
@@ -172,36 +142,16 @@ class Engine:
         artifact = open_artifact(uri, "ranker")
         ranker = LoadedRanker.load(uri, precision).module
         ranker.config.require_pairs()
-        pairs = Stage(
-            "second_stage", functools.partial(_score_pairs, ranker), self.pairs.batch_cost
-        )
+        pairs = _pair_stage("second_stage", ranker, self.pairs.batch_cost)
         self.second_stage = SecondStage(artifact, ranker, pairs, candidates, together)
 
-    def _load_pools(self) -> None:
-        self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
-        self.pool_rows |= {
-            name: pool.description["candidates"] for name, pool in self.sharded.items()
-        }
-        self.searches: Mapping[str, Stage] = {}
-        if self.pools:
-            attention = self.ranker.config.search_attention
-            self.searches = {
-                name: search_stage(pool, attention) for name, pool in self.pools.items()
-            }
-        self.masks = Masks()
-        self._warm_up()
-        for pool in self.pools.values():
-            if pool.on_device is not None:
-                device.warm_up(pool.on_device, self.ranker.config.vectors_per_context)
-        for pool in self.pools.values():
-            self._check(pool)
-        known = {name: KnownContexts.of(pool, self.ranker) for name, pool in self.pools.items()}
-        self.known_contexts = {name: contexts for name, contexts in known.items() if contexts}
+    def _load_known_contexts(self) -> None:
+        self.known_contexts: dict[str, KnownContexts] = {}
         """By the pool's name; of pools whose candidates have some, and not too many."""
-        for contexts in self.known_contexts.values():
-            self._closing.callback(contexts.close)
-        for pool_of_shards in self.sharded.values():
-            self._check_vectors(pool_of_shards.uri, pool_of_shards.canaries)
+        for open_pool in self.local_pools:
+            if contexts := KnownContexts.of(open_pool.pool, self.ranker):
+                self.known_contexts[open_pool.name] = contexts
+                self._closing.callback(contexts.close)
 
     @property
     def has_vectors(self) -> bool:
@@ -228,21 +178,28 @@ class Engine:
         return [inference.vector_scores(self.ranker, *ranking).tolist() for ranking in rankings]
 
     def _explain(self, rankings: Sequence[ExplainableRanking]) -> list[Explained]:
-        return [
-            explanation.explain(
-                self.ranker, ranking.row, ranking.vectors_MD, ranking.mask_M, ranking.candidates()
-            )
-            for ranking in rankings
-        ]
+        return [explanation.explain(self.ranker, *ranking) for ranking in rankings]
 
     # Pools
 
+    def pool_query(
+        self,
+        vectors_MD: Tensor,
+        mask_M: Tensor,
+        top_k: int,
+        rows: RowFilter = ALL_ROWS,
+        with_vectors: bool = False,
+    ) -> PoolQuery:
+        """A search for the vectors of a context."""
+        attention = self.ranker.config.search_attention
+        return PoolQuery(vectors_MD.numpy(), mask_M.numpy(), attention, top_k, rows, with_vectors)
+
     def sample_texts(self) -> list[str]:
         """Some texts of a pool, or made-up ones without a pool."""
-        for pool in self.pools.values():
-            if len(pool):
-                return [canary.text for canary in pool.canaries(CANARIES)]
-        return [f"text number {number}" for number in range(CANARIES)]
+        for pool in self.local_pools:
+            if pool.canaries:
+                return [canary.text for canary in pool.canaries]
+        return [f"text number {number}" for number in range(8)]
 
     def info(self) -> dict[str, Any]:
         """The description for /info. Of a path it contains the last name."""
@@ -267,10 +224,7 @@ class Engine:
             },
             "device": str(self.ranker.device),
             "precision": self.ranker.precision,
-            "pools": [
-                {**describe(pool), "columns": pool.filter_columns} for pool in self.pools.values()
-            ]
-            + [{**pool.description, "columns": pool.columns} for pool in self.sharded.values()],
+            "pools": [pool.description for pool in self.pools.values()],
         }
 
     # Before it answers
@@ -285,29 +239,32 @@ class Engine:
         else:
             self.pairs.run(list(zip(contexts, candidates, strict=True)))
 
-    def _check(self, pool: Pool) -> None:
-        """Embeds some of the pool's texts and searches for them.
+    def _check_pools(self) -> None:
+        """Embeds some texts of each pool, and searches for them.
 
-        Raises BadInput if the vectors are not the pool's, or a score is not a number.
+        Raises RefusedPool if the vectors are not the pool's, or a score is not a number.
         """
-        if not len(pool):
-            return
-        canaries = pool.canaries(CANARIES)
-        self._check_vectors(pool.artifact.uri, canaries)
-        contexts = self.ranker.context_rows([[canary.text] for canary in canaries])
-        queries = [
-            PoolQuery(*context_vectors, 10) for context_vectors in self._encode_contexts(contexts)
-        ]
-        for answer in self.searches[pool.name].run(queries):
-            if not all(math.isfinite(result.score) for result in answer.results):
-                problem = f"{pool.artifact.uri}: a search has scores that are no numbers"
-                raise RefusedPool(pool.artifact.uri, problem)
+        for pool in self.pools.values():
+            if pool.canaries:
+                self._check_vectors(pool)
+        for open_pool in self.local_pools:
+            open_pool.warm_up(self.ranker.config.vectors_per_context)
+            if open_pool.canaries:
+                self._check_search(open_pool)
 
-    def _check_vectors(self, uri: str, canaries: Sequence[Canary]) -> None:
-        """`canaries`: of a pool. Raises BadInput for another model's vectors."""
-        if not canaries:
-            return
-        ids, texts, known_contexts, vectors = zip(*canaries, strict=True)
+    def _check_search(self, pool: OpenPool) -> None:
+        texts = [[canary.text] for canary in pool.canaries]
+        queries = [
+            (self.pool_query(vectors_MD, mask_M, 10), None)
+            for vectors_MD, mask_M in self._encode_contexts(self.ranker.context_rows(texts))
+        ]
+        for answer in pool.stage.run(queries):
+            if not all(math.isfinite(result.score) for result in answer.results):
+                problem = f"{pool.uri}: a search has scores that are no numbers"
+                raise RefusedPool(pool.uri, problem)
+
+    def _check_vectors(self, pool: OpenPool | ShardedPool) -> None:
+        ids, texts, known_contexts, vectors = zip(*pool.canaries, strict=True)
         text_vectors_ND = inference.candidate_vectors(self.ranker, texts)
         expected_ND = inference.toward_contexts(
             self.ranker, text_vectors_ND, known_contexts
@@ -316,7 +273,7 @@ class Engine:
         if not (distances_N <= _NEAR * np.linalg.norm(expected_ND, axis=1) + 1e-6).all():
             worst = ids[int(np.argmax(distances_N))]
             problem = f"the vector of {worst!r} is not what the model makes of its text"
-            raise RefusedPool(uri, f"{uri}: {problem}; embed the pool again")
+            raise RefusedPool(pool.uri, f"{pool.uri}: {problem}; embed the pool again")
 
 
 def _release(copies: Sequence[Path]) -> None:
@@ -324,67 +281,22 @@ def _release(copies: Sequence[Path]) -> None:
         node_cache.release(folder)
 
 
-def search_stage(pool: Pool, attention: Attention) -> Stage:
-    """Searches of a pool; one pass over the pool answers several. They cost `search_cost`."""
-    return Stage("search", functools.partial(_search_batch, pool, attention), _SEARCHES)
+def pair_tokens(pair: tuple[Sequence[int], Sequence[int]]) -> int:
+    """The tokens of a context's and a candidate's row together, which need one [CLS]."""
+    context_row, row = pair
+    return len(context_row) + len(row) - 1
 
 
-def search_cost(top_k: int) -> float:
-    """The cost of a search in searches: the texts of its results are read, too."""
-    return 1 + top_k / _ROWS_OF_A_SEARCH
+def _products(ranking: tuple[Tensor, Tensor, Tensor]) -> int:
+    vectors_MD, _, vectors_CD = ranking
+    return len(vectors_CD) * vectors_MD.numel()
 
 
-def search_share(top_k: int) -> float:
-    """The cost of a search in batches."""
-    return search_cost(top_k) / _SEARCHES
+def _pair_stage(name: str, ranker: Ranker, tokens: float) -> Stage:
+    """Scores pairs of a context's and a candidate's row."""
 
+    def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
+        return scores
 
-def vectors_at(pool: Pool, places: Sequence[int]) -> Floats:
-    """[K, D] at places in any order."""
-    places_K = np.array(places, np.int64)
-    order_K = np.argsort(places_K)
-    vectors_KD = np.empty((len(places_K), pool.dimensions), np.float32)
-    vectors_KD[order_K] = pool.vectors_at(places_K[order_K])
-    return vectors_KD
-
-
-def _search_batch(
-    pool: Pool, attention: Attention, queries: Sequence[PoolQuery]
-) -> list[PoolAnswer]:
-    """Queries with the same filter share their passes over the pool."""
-    answers: dict[int, PoolAnswer] = {}
-    by_filter: dict[int, list[int]] = {}
-    for place, query in enumerate(queries):
-        by_filter.setdefault(id(query.among), []).append(place)
-    for places in by_filter.values():
-        group = [queries[place] for place in places]
-        answer = top_rows(
-            pool,
-            torch.stack([query.vectors_MD for query in group]).numpy(),
-            max(query.top_k for query in group),
-            torch.stack([query.mask_M for query in group]).numpy(),
-            attention,
-            among=group[0].among,
-        )
-        for row, (place, query) in enumerate(zip(places, group, strict=True)):
-            answers[place] = PoolAnswer(
-                results_at(
-                    pool, answer.places[row, : query.top_k], answer.scores[row, : query.top_k]
-                ),
-                bool(answer.certified[row]),
-            )
-    return [answers[place] for place in range(len(queries))]
-
-
-def _score_pairs(
-    ranker: Ranker, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[float]:
-    """Pairs of a context's and a candidate's row → their scores."""
-    scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
-    return scores
-
-
-def search_device() -> str:
-    """The GPU that this replica asked for (`num_gpus`), which then searches the pools; "": its cores do."""
-    place = best_device()
-    return "" if place.type == "cpu" else str(place)
+    return Stage(name, score, tokens, pair_tokens)

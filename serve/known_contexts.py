@@ -61,10 +61,6 @@ class KnownContexts:
             nearest.append(None if best is None else list(self._contexts[best]))
         return nearest
 
-    def wait(self) -> None:
-        """Until all known contexts are encoded."""
-        self._thread.join()
-
     def close(self) -> None:
         """Encodes no more of them."""
         self._closed.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TURNS = 1000
@@ -38,3 +40,7 @@ class Limits(BaseModel):
     """Requests of a sender in a second, in each replica; a sender may save up 10 s of them."""
     waiting_s: float = Field(default=2.0, gt=0)
     """Seconds of work that a request may wait for in a replica; else it is refused with 429."""
+
+
+LIMITS: ContextVar[Limits] = ContextVar("limits")
+"""Those of the service that reads the current request; `Guard` sets them."""

@@ -9,7 +9,6 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from serve.batcher import Batch, Batcher
-from serve.http.guard import ModelAnswer
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -21,6 +20,8 @@ class Metrics:
     intents."""
 
     def __init__(self) -> None:
+        self.batcher: Batcher | None = None
+        """Of which requests and waiting rows are recorded."""
         stage = ("stage",)
         self._seconds = Histogram(
             "polyrank_stage_seconds", "Seconds that a batch of a stage took.", _SECONDS, stage
@@ -78,6 +79,7 @@ class Metrics:
         )
 
     def record_batch(self, batch: Batch) -> None:
+        self._record_queue()
         tags = {"stage": batch.stage}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -90,15 +92,17 @@ class Metrics:
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
 
-    def record_answer(self, answer: ModelAnswer) -> None:
+    def record_answer(self, model: str, route: str, status: int, seconds: float) -> None:
         """Records the time of a model's answer, or of its failure."""
-        tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
-        self._answer_seconds.observe(answer.seconds, tags)
+        self._record_queue()
+        tags = {"model": model, "route": route, "status": str(status)}
+        self._answer_seconds.observe(seconds, tags)
 
-    def record_queue(self, batcher: Batcher) -> None:
-        """Records how much is under way and waits. It is called as often as either changes."""
-        self._requests.set(batcher.requests)
-        self._waiting_rows.set(batcher.waiting_rows)
+    def _record_queue(self) -> None:
+        """It is called as often as either changes."""
+        if self.batcher:
+            self._requests.set(self.batcher.requests)
+            self._waiting_rows.set(self.batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
         self._errors.inc(1, {"status": str(status)})

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from serve.limits import Limits
-
 
 class Meaning(NamedTuple):
     """HTTP status and explanation of a code."""
@@ -54,16 +52,3 @@ class Refusal(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-
-def require_at_most(limits: Limits, field: str, count: int, limit: str = "candidates") -> None:
-    """Raises Refusal if the field of a request has or asks for more than this limit of the operator's."""
-    if count > getattr(limits, limit):
-        raise too_many(limits, field, f"{count:,}", limit)
-
-
-def too_many(limits: Limits, field: str, count: str, limit: str) -> Refusal:
-    """The refusal of a field that has or asks for so many."""
-    most = getattr(limits, limit)
-    message = f"{field}: {count} are not allowed; allowed: at most {most} (limits.{limit})"
-    return Refusal("invalid_request", message, field)

@@ -9,34 +9,26 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
-from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.engine import (
-    Engine,
-    ExplainableRanking,
-    PoolAnswer,
-    PoolQuery,
-    SecondStage,
-    search_cost,
-    search_share,
-    vectors_at,
-)
+from serve.batcher import SENDER, Admission, Batch, Batcher, Stage, all_of
+from serve.engine import Engine, ExplainableRanking, SecondStage, pair_tokens
 from serve.intents import Intents
-from serve.masks import ALL_ROWS, RowFilter
+from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_share
 from serve.refusals import Refusal
-from serve.shards import ShardQuery
+from serve.shards import ShardedPool
 
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
@@ -101,15 +93,6 @@ class _TextsToScore(NamedTuple):
     places: list[int]
     """For each text of the request its place in `rows`."""
     tokens: int
-    cost: float
-    """In batches."""
-
-
-def _require_pool(engine: Engine, name: str) -> None:
-    """Raises Refusal for an unknown pool, before admission: the batcher keeps times by pool."""
-    if name not in engine.pool_rows:
-        served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
-        raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
 
 
 def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
@@ -117,12 +100,6 @@ def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
     texts = engine.sample_texts()
     candidates = None if pool else [CandidateText(text, text) for text in texts]
     return RankQuery(texts[:1], candidates, pool, len(texts))
-
-
-def _search_depth(engine: Engine, query: RankQuery) -> int:
-    """Number of rows to search for: more than `top_k` if a second stage scores them again."""
-    stage = engine.second_stage
-    return max(query.top_k, stage.candidates) if stage else query.top_k
 
 
 class Service:
@@ -139,9 +116,8 @@ class Service:
     ) -> None:
         """`champion` returns the engine that the service stands for; `candidate` one for the next request
         instead, or None. `on_batch` and `record_ranking` are for metrics."""
-        self._champion, self._candidate, self._record_ranking = champion, candidate, record_ranking
-        self.batcher = Batcher(max_wait_s, on_batch, batch_rows)
-        self._on_batch = on_batch
+        self.champion, self._candidate, self.record_ranking = champion, candidate, record_ranking
+        self.batcher, self._on_batch = Batcher(max_wait_s, on_batch, batch_rows), on_batch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
@@ -149,23 +125,9 @@ class Service:
         self.batcher.close()
         self._tokenizing.shutdown(wait=False)
 
-    def choose_engine(self) -> Engine:
-        """The engine for a new request, which uses no other: the champion, or the candidate for its share."""
-        return self._candidate() or self._champion()
-
-    @property
-    def champion(self) -> Engine:
-        """The engine that the service describes."""
-        return self._champion()
-
-    async def rank(
-        self, query: RankQuery, deadline: float, engine: Engine | None = None
-    ) -> RankAnswer:
-        """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
-        model cannot explain."""
-        answer = await self._answer(query, deadline, engine or self.choose_engine())
-        self._record_ranking(answer)
-        return answer
+    def work(self, deadline: float, engine: Engine | None = None) -> Work:
+        """For a new request. `engine`: None: the champion, or the candidate for its share of the requests."""
+        return Work(self, engine or self._candidate() or self.champion(), deadline)
 
     async def problem(self) -> str:
         """The reason why no request can be answered, or "".
@@ -175,8 +137,9 @@ class Service:
         if not (problem := self.batcher.problem()) and self.batcher.is_failing:
             SENDER.set("health check")
             try:
-                query, deadline = _sample_query(self.champion), time.monotonic() + _HEALTH_S
-                await self._answer(query, deadline, self.champion)
+                engine = self.champion()
+                work = self.work(time.monotonic() + _HEALTH_S, engine)
+                await work.rank(_sample_query(engine))
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem
@@ -188,214 +151,13 @@ class Service:
         It asks three times, as the batcher ignores the first measurement. A busy one, which knows the times,
         may refuse."""
         SENDER.set("rehearsal")
-        for query in [_sample_query(engine, pool) for pool in (None, *engine.pools)] * 3:
+        pools = [None, *(pool.name for pool in engine.local_pools)]
+        for query in [_sample_query(engine, pool) for pool in pools] * 3:
             with suppress(Refusal):
-                await self._answer(query, deadline, engine)
+                await self.work(deadline, engine).rank(query)
 
-    async def _answer(self, query: RankQuery, deadline: float, engine: Engine) -> RankAnswer:
-        if query.explain and not engine.has_vectors:
-            message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
-            raise Refusal("invalid_request", message, "explain")
-        if query.pool is None:
-            return await self._rank_candidates(engine, query, deadline)
-        _require_pool(engine, query.pool)
-        cost = search_share(_search_depth(engine, query))
-        with self.batcher.admit(f"search {query.pool}", cost, deadline) as is_first:
-            return await self._search(engine, query, query.pool, deadline, not is_first)
-
-    async def _rank_candidates(
-        self, engine: Engine, query: RankQuery, deadline: float
-    ) -> RankAnswer:
-        candidates = query.candidates or []
-        texts = [candidate.text for candidate in candidates]
-        texts_to_score = await self._texts_to_score(engine, query.context, texts)
-        with self.batcher.admit("rank", texts_to_score.cost, deadline):
-            scores, explainable = await self._score(engine, texts_to_score, deadline)
-            ids = [candidate.id for candidate in candidates]
-            results = best_results(ids, texts, scores, query.top_k)
-            explained = None
-            if query.explain and explainable is not None:
-                order = [result.index for result in results]
-                ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
-                explained = await self._explain(engine, ranking, deadline)
-        return RankAnswer(
-            results,
-            True,
-            engine,
-            explained=explained,
-            candidates=len(texts),
-            context_tokens=len(texts_to_score.context_row),
-        )
-
-    async def scores(
-        self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
-    ) -> tuple[list[float], int]:
-        """(score of each text, tokens read); equal texts are scored once, and so score alike."""
-        texts_to_score = await self._texts_to_score(engine, context, texts)
-        with self.batcher.admit("rank", texts_to_score.cost, deadline):
-            scores, _ = await self._score(engine, texts_to_score, deadline)
-        return scores, texts_to_score.tokens
-
-    async def _texts_to_score(
-        self, engine: Engine, context: Sequence[str], texts: Sequence[str]
-    ) -> _TextsToScore:
-        distinct_texts = list(dict.fromkeys(texts))
-        place_of = {text: place for place, text in enumerate(distinct_texts)}
-        context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
-        rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
-        if engine.has_vectors:
-            tokens = len(context_row) + sum(map(len, rows))
-        else:
-            tokens = sum(len(context_row) + len(row) - 1 for row in rows)  # one [CLS] for both
-        cost = tokens / engine.candidates.batch_cost
-        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens, cost)
-
-    async def _score(
-        self, engine: Engine, texts: _TextsToScore, deadline: float
-    ) -> tuple[list[float], ExplainableRanking | None]:
-        """The scores, and where the model has vectors those of the context and of all texts."""
-        context_row, rows, places, _, _ = texts
-        explainable = None
-        if engine.has_vectors:
-            context_vectors, vectors = await asyncio.gather(
-                self.batcher.run(engine.contexts, [context_row], [len(context_row)], deadline),
-                self.batcher.run(engine.candidates, rows, list(map(len, rows)), deadline),
-            )
-            vectors_MD, mask_M = context_vectors[0]
-            products = len(rows) * vectors_MD.numel()
-            vectors_CD = torch.stack(vectors)
-            ranking = (vectors_MD, mask_M, vectors_CD)
-            explainable = ExplainableRanking(
-                context_row, vectors_MD, mask_M, lambda: vectors_CD[places]
-            )
-            (scores,) = await self.batcher.run(engine.scores, [ranking], [products], deadline)
-        else:
-            pairs = [(context_row, row) for row in rows]
-            sizes = [len(context_row) + len(row) - 1 for row in rows]
-            scores = await self.batcher.run(engine.pairs, pairs, sizes, deadline)
-        return [scores[place] for place in places], explainable
-
-    async def _explain(
-        self, engine: Engine, ranking: ExplainableRanking, deadline: float
-    ) -> Explained:
-        size, stage = len(ranking.row), engine.explanations
-        explained: list[Explained] = await self.batcher.run(stage, [ranking], [size], deadline)
-        return explained[0]
-
-    async def longer_texts(
-        self, engine: Engine, texts: Sequence[str], are_contexts: bool
-    ) -> list[int]:
-        """Places of the texts that the model does not read to their end. A context has one turn here."""
-        if are_contexts:
-            contexts = [[text] for text in texts]
-            return await self._tokenize(partial(longer_contexts, engine.ranker), contexts)
-        return await self._tokenize(partial(longer_candidates, engine.ranker), texts)
-
-    async def candidate_vectors(
-        self, engine: Engine, texts: Sequence[str], deadline: float
-    ) -> tuple[torch.Tensor, int]:
-        """([N, D], tokens read)"""
-        rows = await self._tokenize(engine.ranker.candidate_rows, texts)
-        vectors = await self._run_alone(engine.candidates, rows, deadline)
-        return torch.stack(vectors), sum(map(len, rows))
-
-    async def context_vectors(
-        self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """(([M, D], [M]) of each context, tokens read)"""
-        rows = await self._tokenize(engine.ranker.context_rows, contexts)
-        return await self._run_alone(engine.contexts, rows, deadline), sum(map(len, rows))
-
-    async def _run_alone(
-        self, stage: Stage, rows: Sequence[Sequence[int]], deadline: float
-    ) -> list[Any]:
-        """Admits and computes a request that has one stage, of tokens."""
-        sizes = list(map(len, rows))
-        with self.batcher.admit(stage.name, sum(sizes) / stage.batch_cost, deadline):
-            return await self.batcher.run(stage, rows, sizes, deadline)
-
-    async def classify(
-        self, texts: Sequence[str], deadline: float, engine: Engine | None = None
-    ) -> tuple[Intents, list[Classified]]:
-        """(the classifier, its answer for each text); equal texts are read once.
-
-        Raises Refusal where none is served, too much is waiting, or the deadline is over."""
-        intents = (engine or self.choose_engine()).intents
-        if intents is None:
-            raise Refusal("no_classifier")
-        distinct_texts = list(dict.fromkeys(texts))
-        rows = await self._tokenize(intents.rows, distinct_texts)
-        classified = await self._run_alone(intents.stage, rows, deadline)
-        classified_of_text = dict(zip(distinct_texts, classified, strict=True))
-        return intents, [classified_of_text[text] for text in texts]
-
-    async def _search(
-        self, engine: Engine, query: RankQuery, name: str, deadline: float, is_admitted: bool
-    ) -> RankAnswer:
-        """`is_admitted`: it belongs to a list, whose first part was admitted; for the shards."""
-        (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        ((vectors_MD, mask_M),) = await self.batcher.run(
-            engine.contexts, [row], [len(row)], deadline
-        )
-        top_k, pool = _search_depth(engine, query), engine.pools.get(name)
-        found: PoolAnswer
-        if pool is not None:
-            row_mask = await engine.masks.allowed_rows(pool, query.rows)
-            pool_query = PoolQuery(vectors_MD, mask_M, top_k, row_mask)
-            (found,) = await self.batcher.run(
-                engine.searches[name], [pool_query], [search_cost(top_k)], deadline
-            )
-        else:
-            shard_query = ShardQuery(
-                vectors_MD.numpy(), mask_M.numpy(), engine.ranker.config.search_attention,
-                top_k, query.rows, query.explain, is_admitted,
-            )  # fmt: skip
-            found = await engine.sharded[name].search(shard_query, deadline)
-        results, explained = found.results, None
-        if engine.second_stage and results:
-            results = await self._rerank(engine.second_stage, query, results, deadline)
-        places = [result.index for result in results]
-        known_contexts: Sequence[list[str] | None] = ()
-        if known := engine.known_contexts.get(name):
-            known_contexts = known.nearest(vectors_MD[0], places)
-        if query.explain and results:
-
-            def candidates() -> torch.Tensor:
-                if pool is not None:
-                    return torch.from_numpy(vectors_at(pool, places))
-                return torch.from_numpy(np.stack([found.vectors[place] for place in places]))
-
-            ranking = ExplainableRanking(row, vectors_MD, mask_M, candidates)
-            explained = await self._explain(engine, ranking, deadline)
-        return RankAnswer(
-            results,
-            found.certified,
-            engine,
-            pool=name,
-            pool_version=engine.sharded[name].version if pool is None else pool.version,
-            known_contexts=known_contexts,
-            explained=explained,
-            missing_shards=found.missing_shards,
-            candidates=engine.pool_rows[name],
-            context_tokens=len(row),
-        )
-
-    async def _rerank(
-        self, stage: SecondStage, query: RankQuery, results: list[Result], deadline: float
-    ) -> list[Result]:
-        (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
-        texts = [result.text for result in results]
-        rows = await self._tokenize(stage.ranker.candidate_rows, texts)
-        sizes = [len(context) + len(row) for row in rows]
-        pairs = [(context, row) for row in rows]
-        scores = await self.batcher.run(stage.pairs, pairs, sizes, deadline)
-        rescored = [
-            replace(result, score=(score + result.score) / 2 if stage.together else score)
-            for result, score in zip(results, scores, strict=True)
-        ]
-        return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
-
-    async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
+    async def tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
+        """Calls a function with texts, beside the event loop."""
         since = time.monotonic()
 
         def tokenize() -> ResultT:
@@ -408,3 +170,188 @@ class Service:
         rows = await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
         tracing.record("tokenize", since, time.monotonic(), texts=len(texts))
         return rows
+
+
+class Work:
+    """What one engine computes for a request, or for a list of them, before its deadline. The methods raise
+    Refusal where too much is waiting (overloaded) or the deadline is over (too_late)."""
+
+    def __init__(self, service: Service, engine: Engine, deadline: float) -> None:
+        self.engine, self.deadline = engine, deadline
+        self._batcher, self._tokenize = service.batcher, service.tokenize
+        self._admission = Admission()
+
+    async def rank(self, query: RankQuery) -> RankAnswer:
+        """Raises Refusal also where there is no such pool, or the model cannot explain."""
+        engine = self.engine
+        if query.explain and not engine.has_vectors:
+            message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
+            raise Refusal("invalid_request", message, "explain")
+        if query.pool is None:
+            return await self._rank_candidates(query)
+        if query.pool not in engine.pools:  # before admission: the batcher keeps times by pool
+            served_pools = ", ".join(sorted(engine.pools)) or "none"
+            message = f"pool: not served here; there are: {served_pools}"
+            raise Refusal("unknown_pool", message, "pool")
+        stage = engine.second_stage
+        depth = max(query.top_k, stage.candidates) if stage else query.top_k
+        with self._admit(f"search {query.pool}", search_share(depth)):
+            return await self._search(query, engine.pools[query.pool], depth)
+
+    async def _rank_candidates(self, query: RankQuery) -> RankAnswer:
+        candidates = query.candidates or []
+        texts = [candidate.text for candidate in candidates]
+        tokenized = await self._texts_to_score(query.context, texts)
+        explained = None
+        with self._admit("rank", self._batches(tokenized.tokens)):
+            scores, vectors = await self._score(tokenized)
+            ids = [candidate.id for candidate in candidates]
+            results = best_results(ids, texts, scores, query.top_k)
+            if query.explain and vectors is not None:
+                vectors_MD, mask_M, vectors_CD = vectors
+                best_KD = vectors_CD[[tokenized.places[result.index] for result in results]]
+                explained = await self._explain(tokenized.context_row, vectors_MD, mask_M, best_KD)
+        return RankAnswer(
+            results,
+            True,
+            self.engine,
+            explained=explained,
+            candidates=len(texts),
+            context_tokens=len(tokenized.context_row),
+        )
+
+    async def _search(
+        self, query: RankQuery, pool: OpenPool | ShardedPool, depth: int
+    ) -> RankAnswer:
+        """`depth`: number of rows to search for: more than `top_k` if a second stage scores them again."""
+        engine = self.engine
+        (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
+        ((vectors_MD, mask_M),) = await self._run(engine.contexts, [row])
+        pool_query = engine.pool_query(vectors_MD, mask_M, depth, query.rows, query.explain)
+        found = await pool.search(pool_query, self.deadline, self._batcher)
+        results, explained = found.results, None
+        if engine.second_stage and results:
+            results = await self._rerank(engine.second_stage, query, results)
+        known_contexts: Sequence[list[str] | None] = ()
+        if known := engine.known_contexts.get(pool.name):
+            known_contexts = known.nearest(vectors_MD[0], [result.index for result in results])
+        if query.explain and results:
+            best_KD = np.stack([found.vectors[result.index] for result in results])
+            explained = await self._explain(row, vectors_MD, mask_M, torch.from_numpy(best_KD))
+        return RankAnswer(
+            results,
+            found.certified,
+            engine,
+            pool=pool.name,
+            pool_version=pool.version,
+            known_contexts=known_contexts,
+            explained=explained,
+            missing_shards=found.missing_shards,
+            candidates=pool.rows,
+            context_tokens=len(row),
+        )
+
+    async def _rerank(
+        self, stage: SecondStage, query: RankQuery, results: list[Result]
+    ) -> list[Result]:
+        (context_row,) = await self._tokenize(stage.ranker.context_rows, [query.context])
+        texts = [result.text for result in results]
+        rows = await self._tokenize(stage.ranker.candidate_rows, texts)
+        scores = await self._run(stage.pairs, [(context_row, row) for row in rows])
+        rescored = [
+            replace(result, score=(score + result.score) / 2 if stage.together else score)
+            for result, score in zip(results, scores, strict=True)
+        ]
+        return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
+
+    async def _explain(
+        self, row: Sequence[int], vectors_MD: Tensor, mask_M: Tensor, best_KD: Tensor
+    ) -> Explained:
+        ranking = ExplainableRanking(row, vectors_MD, mask_M, best_KD)
+        explained: list[Explained] = await self._run(self.engine.explanations, [ranking])
+        return explained[0]
+
+    async def scores(self, context: Sequence[str], texts: Sequence[str]) -> tuple[list[float], int]:
+        """(score of each text, tokens read); equal texts are scored once, and so score alike."""
+        tokenized = await self._texts_to_score(context, texts)
+        with self._admit("rank", self._batches(tokenized.tokens)):
+            scores, _ = await self._score(tokenized)
+        return scores, tokenized.tokens
+
+    async def _texts_to_score(self, context: Sequence[str], texts: Sequence[str]) -> _TextsToScore:
+        engine = self.engine
+        distinct_texts = list(dict.fromkeys(texts))
+        place_of = {text: place for place, text in enumerate(distinct_texts)}
+        (context_row,) = await self._tokenize(engine.ranker.context_rows, [context])
+        rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
+        if engine.has_vectors:
+            tokens = len(context_row) + sum(map(len, rows))
+        else:
+            tokens = sum(pair_tokens((context_row, row)) for row in rows)
+        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens)
+
+    async def _score(
+        self, texts: _TextsToScore
+    ) -> tuple[list[float], tuple[Tensor, Tensor, Tensor] | None]:
+        """The scores; and if the model has vectors, those of the context [M, D], which of them count [M], and
+        those of the distinct texts [C, D]."""
+        engine, vectors = self.engine, None
+        if engine.has_vectors:
+            ((vectors_MD, mask_M),), vectors_C = await all_of(
+                self._run(engine.contexts, [texts.context_row]),
+                self._run(engine.candidates, texts.rows),
+            )
+            vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
+            (scores,) = await self._run(engine.scores, [vectors])
+        else:
+            scores = await self._run(engine.pairs, [(texts.context_row, row) for row in texts.rows])
+        return [scores[place] for place in texts.places], vectors
+
+    async def longer_texts(self, texts: Sequence[str], are_contexts: bool) -> list[int]:
+        """Places of the texts that the model does not read to their end. A context has one turn here."""
+        if are_contexts:
+            contexts = [[text] for text in texts]
+            return await self._tokenize(partial(longer_contexts, self.engine.ranker), contexts)
+        return await self._tokenize(partial(longer_candidates, self.engine.ranker), texts)
+
+    async def candidate_vectors(self, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """([N, D], tokens read)"""
+        rows = await self._tokenize(self.engine.ranker.candidate_rows, texts)
+        return torch.stack(await self._run_alone(self.engine.candidates, rows)), _tokens(rows)
+
+    async def context_vectors(
+        self, contexts: Sequence[Sequence[str]]
+    ) -> tuple[list[tuple[Tensor, Tensor]], int]:
+        """(([M, D], [M]) of each context, tokens read)"""
+        rows = await self._tokenize(self.engine.ranker.context_rows, contexts)
+        return await self._run_alone(self.engine.contexts, rows), _tokens(rows)
+
+    async def classify(self, texts: Sequence[str]) -> tuple[Intents, list[Classified]]:
+        """(the classifier, its answer for each text); equal texts are read once.
+
+        Raises Refusal also where no classifier is served."""
+        if (intents := self.engine.intents) is None:
+            raise Refusal("no_classifier")
+        distinct_texts = list(dict.fromkeys(texts))
+        rows = await self._tokenize(intents.rows, distinct_texts)
+        classified = await self._run_alone(intents.stage, rows)
+        classified_of_text = dict(zip(distinct_texts, classified, strict=True))
+        return intents, [classified_of_text[text] for text in texts]
+
+    async def _run_alone(self, stage: Stage, rows: Sequence[Sequence[int]]) -> list[Any]:
+        """Admits and computes a request that has one stage, of tokens."""
+        with self._admit(stage.name, _tokens(rows) / stage.batch_cost):
+            return await self._run(stage, rows)
+
+    async def _run(self, stage: Stage, rows: Sequence[Any]) -> list[Any]:
+        return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
+
+    def _admit(self, name: str, cost: float) -> AbstractContextManager[None]:
+        return self._batcher.admit(name, cost, self.deadline, self._admission)
+
+    def _batches(self, tokens: int) -> float:
+        return tokens / self.engine.candidates.batch_cost
+
+
+def _tokens(rows: Sequence[Sequence[int]]) -> int:
+    return sum(map(len, rows))

@@ -8,7 +8,6 @@ a `ShardedPool` one version of a pool as a ranker sees it. No HTTP, no Ray.
 from __future__ import annotations
 
 import asyncio
-import functools
 import heapq
 import logging
 import threading
@@ -17,33 +16,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
-
-from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
-from pipeline.models.settings import Attention, read_settings
-from pipeline.pools.lock import lease
-from pipeline.pools.pool import Canary, Pool, describe
+from pipeline.models.settings import read_settings
+from pipeline.pools.pool import Canary
 from pipeline.pools.shard import PoolPart
-from pipeline.search import device
-from serve.batcher import SENDER, Batch, Batcher
-from serve.engine import (
-    CANARIES,
-    PoolAnswer,
-    PoolQuery,
-    search_cost,
-    search_device,
-    search_share,
-    search_stage,
-    vectors_at,
-)
+from serve.batcher import SENDER, Admission, Batch, Batcher, all_of
 from serve.follower import close_later
-from serve.masks import Masks, RowFilter
+from serve.pools import Masks, OpenPool, PoolAnswer, PoolQuery, search_share
 from serve.refusals import Refusal
-from serve.versions import RefusedPool
+from serve.versions import RefusedPool, problem_of
 
 OnMissingShard = Literal["refuse", "answer"]
 _VERSIONS = 4
@@ -52,23 +35,17 @@ _VERSIONS = 4
 _log = logging.getLogger("polyrank.serve")
 
 
-@dataclass(frozen=True)
-class ShardQuery:
+class ShardQuery(NamedTuple):
     """A query to a shard."""
 
-    vectors_MD: Floats
-    mask_M: Bools
-    attention: Attention
-    top_k: int
-    rows: RowFilter
-    with_vectors: bool
+    version: str
+    """URI of the pool's version."""
+    query: PoolQuery
+    timeout_s: float
+    """A later answer is of no use."""
+    sender: str
     is_admitted: bool
     """Whether it belongs to a list of queries that was admitted."""
-    version: str = ""
-    """URI of the pool's version. `ShardedPool` sets it and the fields below."""
-    timeout_s: float = 0.0
-    """A later answer is of no use."""
-    sender: str = ""
 
 
 class ShardFacts(NamedTuple):
@@ -76,9 +53,7 @@ class ShardFacts(NamedTuple):
 
     description: dict[str, Any]
     """The pool's description; `candidates` are those of the shard."""
-    columns: list[str]
     canaries: list[Canary]
-    """Some rows, to check that the model embedded them."""
 
 
 class PoolShard:
@@ -92,15 +67,17 @@ class PoolShard:
     ) -> None:
         self._part = part
         self.batcher = Batcher(max_wait_s, on_batch)
-        self._open_shards: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._masks = Masks()
+        self._open_pools: OrderedDict[str, OpenPool] = OrderedDict()
+        """By the version's URI, the one that was asked last at the end."""
         self._lock = threading.Lock()
         self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="open-version")
 
     def close(self) -> None:
         self.batcher.close()
         self._opening.shutdown(wait=False)
-        for shard in self._open_shards.values():
-            shard.close()
+        for pool in self._open_pools.values():
+            pool.close()
 
     def problem(self) -> str:
         """The reason why nothing can be searched, or ""."""
@@ -110,103 +87,64 @@ class PoolShard:
     async def open(self, version: str) -> ShardFacts | Refusal:
         """Opens the shard of a version, and checks its files, unless it is open."""
         try:
-            pool = (await self._opened(version)).pool
+            pool = await self._opened(version)
         except (BadInput, OSError) as error:
-            return Refusal("invalid_request", str(error).splitlines()[0])
-        return ShardFacts(describe(pool), pool.filter_columns, pool.canaries(CANARIES))
+            return Refusal("invalid_request", problem_of(error))
+        return ShardFacts(pool.description, pool.canaries)
 
-    def preload(self, version: str) -> _OpenShard:
+    def preload(self, version: str) -> OpenPool:
         """Opens a version, or a pool's CURRENT one; on one thread at a time. Raises BadInput or OSError."""
-        if (shard := self._find(version)) is not None:
-            return shard
-        pool = Pool.open(version, part=self._part, device=search_device())
-        shard = _OpenShard(pool, self._part)
+        if (pool := self._find(version)) is not None:
+            return pool
+        pool = OpenPool(version, self._masks, self._part)
+        if pool.on_device is not None:
+            # For the vectors of the model, if it can still be read where it was; else the first query waits.
+            with suppress(BadInput, OSError):
+                model = read_settings(pool.pool.artifact.manifest["inputs"]["model"]["uri"])
+                pool.warm_up(model.vectors_per_context)
         with self._lock:
-            self._open_shards[shard.pool.artifact.uri] = shard
-            name = shard.pool.name
-            versions = [uri for uri, other in self._open_shards.items() if other.pool.name == name]
-            old_shards = [self._open_shards.pop(uri) for uri in versions[:-_VERSIONS]]
-        for old_shard in old_shards:
-            close_later(old_shard.close)
-        return shard
+            self._open_pools[pool.uri] = pool
+            versions = [uri for uri, other in self._open_pools.items() if other.name == pool.name]
+            old_pools = [self._open_pools.pop(uri) for uri in versions[:-_VERSIONS]]
+        for old_pool in old_pools:
+            close_later(old_pool.close)
+        return pool
 
-    async def _opened(self, version: str) -> _OpenShard:
+    async def _opened(self, version: str) -> OpenPool:
         """The shard of a version, which is opened beside the event loop unless it is open."""
-        if (shard := self._find(version)) is not None:
-            return shard
+        if (pool := self._find(version)) is not None:
+            return pool
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._opening, self.preload, version)
 
-    def _find(self, version: str) -> _OpenShard | None:
+    def _find(self, version: str) -> OpenPool | None:
         with self._lock:
-            if version in self._open_shards:
-                self._open_shards.move_to_end(version)
-            return self._open_shards.get(version)
+            if version in self._open_pools:
+                self._open_pools.move_to_end(version)
+            return self._open_pools.get(version)
 
-    async def search(self, query: ShardQuery) -> PoolAnswer | Refusal:
+    async def search(self, asked: ShardQuery) -> PoolAnswer | Refusal:
         """The best rows of the shard, with their places in the whole pool; or the refusal, which would reach
         the ranker as an error of Ray's if it were raised. A version that is not open yet (the replica is
         new) is opened.
 
         Raises ShardUnavailable where the version cannot be opened.
         """
-        deadline = time.monotonic() + query.timeout_s
+        deadline, query = time.monotonic() + asked.timeout_s, asked.query
+        SENDER.set(asked.sender)
         try:
-            shard = await self._opened(query.version)
+            pool = await self._opened(asked.version)
         except (BadInput, OSError) as error:
-            _log.warning("%s: cannot be opened: %s", query.version, error)
+            _log.warning("%s: cannot be opened: %s", asked.version, error)
             raise ShardUnavailable("it cannot open the version") from None
+        name, cost = f"search {pool.name}", search_share(query.top_k)
         try:
-            return await self._search(shard, query, deadline)
+            with self.batcher.admit(name, cost, deadline, Admission(asked.is_admitted)):
+                return await pool.search(query, deadline, self.batcher)
         except Refusal as refusal:
             return refusal
         except BadInput as error:
             return Refusal("invalid_request", str(error))
-
-    async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> PoolAnswer:
-        if not len(shard.pool):
-            return PoolAnswer([], True)
-        SENDER.set(query.sender)
-        name = f"search {shard.pool.name}"
-        with self.batcher.admit(name, search_share(query.top_k), deadline, query.is_admitted):
-            vectors_MD, mask_M = map(torch.from_numpy, (query.vectors_MD, query.mask_M))
-            row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
-            pool_query = PoolQuery(vectors_MD, mask_M, query.top_k, row_mask)
-            stage, cost = shard.searches(query.attention), search_cost(query.top_k)
-            (answer,) = await self.batcher.run(stage, [pool_query], [cost], deadline)
-        places = [result.index for result in answer.results]
-        pool_places = [shard.first + place for place in places]
-        results = [
-            replace(result, index=place)
-            for result, place in zip(answer.results, pool_places, strict=True)
-        ]
-        if not query.with_vectors:
-            return PoolAnswer(results, answer.certified)
-        vectors = dict(zip(pool_places, vectors_at(shard.pool, places), strict=True))
-        return PoolAnswer(results, answer.certified, vectors)
-
-
-class _OpenShard:
-    """A part of one version of a pool."""
-
-    def __init__(self, pool: Pool, part: PoolPart) -> None:
-        self.pool = pool
-        self.first = part.rows(pool.artifact.rows("rows/")).start
-        """The place of its first row in the whole pool."""
-        self._lease = lease(pool.artifact.uri)
-        self.masks = Masks()
-        self.searches = functools.cache(functools.partial(search_stage, pool))
-        """A stage for each attention."""
-        if pool.on_device is not None:
-            # For the vectors of the model, if it can still be read where it was; else the first query waits.
-            with suppress(BadInput, OSError):
-                model = read_settings(pool.artifact.manifest["inputs"]["model"]["uri"])
-                device.warm_up(pool.on_device, model.vectors_per_context)
-
-    def close(self) -> None:
-        self.pool.close()
-        if self._lease is not None:
-            self._lease.stop()
 
 
 class ShardUnavailable(RuntimeError):
@@ -249,26 +187,27 @@ class ShardedPool:
             if isinstance(reply, Refusal):
                 raise RefusedPool(version, f"shard {number}: {reply.message}")
             facts.append(reply)
-        self.name = str(facts[0].description["name"])
-        self.version = str(facts[0].description["version"])
-        self.columns: list[str] = next((reply.columns for reply in facts if reply.columns), [])
         self.canaries = [canary for reply in facts for canary in reply.canaries]
         candidates = [reply.description["candidates"] for reply in facts]
+        columns = [reply.description["columns"] for reply in facts]
         self.description = {
             **facts[0].description,
             "candidates": sum(candidates),
             "candidates_of_shards": candidates,
+            "columns": next(filter(None, columns), []),  # a shard without rows has none
         }
+        self.name, self.version = self.description["name"], self.description["version"]
+        self.rows: int = self.description["candidates"]
 
-    async def search(self, query: ShardQuery, deadline: float) -> PoolAnswer:
-        """The best rows of all shards. Deadlines are of `time.monotonic`.
+    async def search(self, query: PoolQuery, deadline: float, batcher: Batcher) -> PoolAnswer:
+        """The best rows of all shards. Deadlines are of `time.monotonic`. `batcher`: of the ranker's replica.
 
         Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
-        query = replace(query, version=self.uri, timeout_s=timeout_s, sender=SENDER.get())
-        answers = await asyncio.gather(
-            *(self._ask(number, query, deadline) for number in range(len(self._shards)))
+        asked = ShardQuery(self.uri, query, timeout_s, SENDER.get(), batcher.is_in_admitted_list)
+        answers = await all_of(
+            *(self._ask(number, asked, deadline) for number in range(len(self._shards)))
         )
         missing = [number for number, answer in enumerate(answers) if answer is None]
         answered = [answer for answer in answers if answer is not None]
@@ -287,11 +226,11 @@ class ShardedPool:
         certified = not missing and all(answer.certified for answer in answered)
         return PoolAnswer(results, certified, vectors, missing)
 
-    async def _ask(self, number: int, query: ShardQuery, deadline: float) -> PoolAnswer | None:
+    async def _ask(self, number: int, asked: ShardQuery, deadline: float) -> PoolAnswer | None:
         """None: the shard is missing. Raises Refusal."""
         try:
-            async with asyncio.timeout(query.timeout_s):
-                answer = await self._shards[number].search(query)
+            async with asyncio.timeout(asked.timeout_s):
+                answer = await self._shards[number].search(asked)
         except (ShardUnavailable, TimeoutError) as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
                 raise Refusal("too_late") from None

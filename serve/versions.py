@@ -25,10 +25,11 @@ from dataclasses import dataclass
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
-from pipeline.config import BadInput, Stopped, digest
+from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import read_settings
 from pipeline.pools.pool import CURRENT, KIND
 
+CHAMPION, CANDIDATE = "versions", "candidate"  # names of the deciders
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
 RETRY_S = 60.0  # until a failure that may pass, such as one of the network, is tried again
 
@@ -46,24 +47,6 @@ class Versions:
     pools: tuple[str, ...]
     """URIs of one version of each pool."""
 
-    @property
-    def key(self) -> str:
-        return digest([self.model, self.fingerprint, *self.pools])
-
-
-def key_of(versions: Versions | None) -> str:
-    return versions.key if versions else ""
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The model and pools that an operator wants to serve."""
-
-    model: str
-    """URI of a ranker, or `models:/name@alias` of MLflow's registry."""
-    pools: tuple[str, ...]
-    """URIs of pools, whose CURRENT versions are wanted, or of fixed versions."""
-
 
 @dataclass(frozen=True)
 class Report:
@@ -71,8 +54,8 @@ class Report:
 
     replica: str
     serving: Versions | None
-    prepared: str = ""
-    """Key of versions that the replica has loaded and does not serve yet."""
+    prepared: Versions | None = None
+    """Versions that the replica has loaded and does not serve yet."""
     refused: Versions | None = None
     """Versions that the replica could not load."""
     refused_pools: tuple[str, ...] = ()
@@ -104,9 +87,15 @@ class Decision:
 
 
 def resolve(
-    targets: Targets, refused: Sequence[str] = (), served: Sequence[str] = ()
+    model_name: str,
+    pools: Sequence[str],
+    refused: Sequence[str] = (),
+    served: Sequence[str] = (),
 ) -> tuple[Versions, list[str]]:
     """(the versions to serve, the reasons why some are not the wanted ones)
+
+    `model_name`: URI of a ranker, or `models:/name@alias` of MLflow's registry. `pools`: URIs of pools, whose
+    CURRENT versions are wanted, or of fixed versions.
 
     If another model embedded the CURRENT version of a pool, or it is damaged, or its URI is in `refused`,
     then another version that this model embedded takes its place: the one in `served`, or else the newest.
@@ -118,15 +107,15 @@ def resolve(
     # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    model = read_artifact(registry.model_uri(targets.model), "ranker")
-    require_search(model, targets.pools)
-    problems: list[str] = []
-    pools = tuple(_servable_version(uri, model, refused, served, problems) for uri in targets.pools)
-    names = [storage.name_of(uri.rpartition("/")[0]) for uri in pools]
+    model = read_artifact(registry.model_uri(model_name), "ranker")
+    require_search(model, pools)
+    found = [_servable_version(uri, model, refused, served) for uri in pools]
+    names = [storage.name_of(storage.parent_of(uri)) for uri, _ in found]
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"pools: two are named {name!r}")
-    return Versions(model.uri, model.fingerprint, pools), problems
+    versions = Versions(model.uri, model.fingerprint, tuple(uri for uri, _ in found))
+    return versions, [problem for _, problem in found if problem]
 
 
 def require_search(model: Artifact, pools: Sequence[str]) -> None:
@@ -142,16 +131,20 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
 
 
 def _servable_version(
-    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str], problems: list[str]
-) -> str:
+    uri: str, model: Artifact, refused: Sequence[str], served: Sequence[str]
+) -> tuple[str, str]:
+    """(URI of a version of a pool, the reason why it is not the wanted one or "")"""
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
-        return _require_model(uri, model)
-    current = _current_uri(uri, problems)
+        return _require_model(uri, model), ""
+    name = storage.read_bytes(storage.join(uri, CURRENT)).decode(errors="replace").strip()
+    current = storage.join(
+        uri, storage.name_of(name) or CURRENT
+    )  # an empty one is no version either
     reason = f"{current} was refused"
-    if current and current not in refused:
+    if current not in refused:
         try:
-            return _require_model(current, model)
+            return _require_model(current, model), ""
         except BadInput as error:
             reason = str(error)
     versions = _versions_newest_first(uri)
@@ -160,20 +153,8 @@ def _servable_version(
             continue
         with suppress(BadInput):
             pool_uri = _require_model(version, model)
-            problems.append(f"{reason}; {storage.name_of(pool_uri)} is served")
-            return pool_uri
+            return pool_uri, f"{reason}; {storage.name_of(pool_uri)} is served"
     raise BadInput(f"{uri}: no version to serve: {reason}")
-
-
-def _current_uri(uri: str, problems: list[str]) -> str:
-    """The URI of the version that CURRENT names; "" if it names none. Raises OSError."""
-    content = storage.read_bytes(storage.join(uri, CURRENT))
-    try:
-        name = content.decode().strip()
-    except UnicodeDecodeError as error:
-        problems.append(f"{storage.join(uri, CURRENT)}: {error}")
-        return ""
-    return storage.join(uri, storage.name_of(name)) if name else ""
 
 
 def _versions_newest_first(uri: str) -> list[str]:
@@ -201,15 +182,15 @@ class Decider:
     is served, and decides nothing else before each living replica has reported."""
 
     def __init__(self, model: str, pools: Sequence[str], poll_s: float) -> None:
-        """`model` and `pools` as in `Targets`, as plain types: Serve turns a dataclass into a dictionary."""
-        self._targets, self._poll_s = Targets(model, tuple(pools)), poll_s
+        """`model` and `pools` as in `resolve`."""
+        self._model, self._pools, self._poll_s = model, pools, poll_s
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._reports: dict[str, tuple[float, Report]] = {}
         """The last report of each living replica, and its time."""
-        self._refused: dict[str, tuple[float, Report]] = {}
-        """Reports of versions that a replica could not load, by key, and the time from which they may be
-        proposed again."""
+        self._refused: dict[Versions, tuple[float, Report]] = {}
+        """For versions that a replica could not load the time from which they may be proposed again, and the
+        report."""
         self._problems: list[str] = []
         self._decides_from = -math.inf
         """The time by which all living replicas have reported."""
@@ -222,7 +203,7 @@ class Decider:
         with self._lock:
             reports, refused = self._reports.items(), self._refused.items()
             self._reports = {name: entry for name, entry in reports if now - entry[0] < patience_s}
-            self._refused = {key: entry for key, entry in refused if now < entry[0]}
+            self._refused = {versions: entry for versions, entry in refused if now < entry[0]}
             is_new = report.replica not in self._reports
             self._reports[report.replica] = now, report
             if self._decided is None and report.serving is not None:
@@ -232,9 +213,9 @@ class Decider:
             elif is_new and self._decided is None:  # it may load what its predecessor could not
                 self._refused, self._problems = {}, []
                 self._is_due.set()
-            proposed_key, last_reports = key_of(self._proposed), self._reports.values()
             is_loaded_by_all = all(
-                proposed_key in (last.prepared, key_of(last.serving)) for _, last in last_reports
+                self._proposed in (last.prepared, last.serving)
+                for _, last in self._reports.values()
             )
             if self._proposed and now >= self._decides_from and is_loaded_by_all:
                 self._decided, self._proposed = self._proposed, None
@@ -249,7 +230,7 @@ class Decider:
             ]
             served_pools = self._decided.pools if self._decided else ()
         try:
-            wanted, problems = resolve(self._targets, refused_pools, served_pools)
+            wanted, problems = resolve(self._model, self._pools, refused_pools, served_pools)
         except Exception as error:
             with self._lock:
                 if [problem_of(error)] != self._problems:
@@ -261,19 +242,19 @@ class Decider:
                 if problem not in self._problems:
                     _log.warning("%s", problem)
             self._problems = problems
-            is_served = wanted.key == key_of(self._decided)
+            is_served = wanted == self._decided
             if is_served and not problems:  # the refused versions are not wanted any longer
                 self._refused = {}
-            self._proposed = None if is_served or wanted.key in self._refused else wanted
+            self._proposed = None if is_served or wanted in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers refused versions: the pool versions that are the reason, or all."""
         until = now + RETRY_S if report.may_pass else math.inf
-        self._refused[versions.key] = until, report
+        self._refused[versions] = until, report
         self._proposed = None
         self._is_due.set()
-        served_keys = [key_of(last.serving) for _, last in self._reports.values()]
-        if key_of(self._decided) == versions.key and versions.key not in served_keys:
+        served = [last.serving for _, last in self._reports.values()]
+        if self._decided == versions and versions not in served:
             self._decided = None  # its files have gone: decide again
 
 

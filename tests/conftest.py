@@ -71,11 +71,13 @@ progress._SILENT_SECONDS = 0.0  # the work of tests is short, and some look for 
 estimate._MEASURED_SECONDS = 0.05
 flops._MEASURED_SECONDS, flops._MEASURED_SIZE["cpu"] = 0.01, 256
 
+os.fsync = lambda file: None  # no file of a test has to outlive a power cut; a night writes dozens
+
 gc.disable()  # until all tests are there
 
 # The same examples in every run, so that more of them would find the same.
 settings.register_profile(
-    "polyrank", derandomize=True, deadline=None, database=None, max_examples=50
+    "polyrank", derandomize=True, deadline=None, database=None, max_examples=30
 )
 settings.load_profile("polyrank")
 
@@ -91,7 +93,9 @@ _TOGETHER = {
         "pipeline/corpora/test_reddit_failures.py",
         *(f"pipeline/engine/test_{name}.py" for name in ("messages", "resources", "run")),
     },
-    "ranks": {f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed")},
+    "ranks": {
+        f"pipeline/training/test_{name}.py" for name in ("data_parallel", "distributed", "negatives")
+    },
 }  # fmt: skip
 _COMPUTES = (
     "pipeline/models",
@@ -111,7 +115,7 @@ _ALIKE = {
         "data_parallel", "distributed")),  # what ranks exchange
     "pipeline/models/test_cpu.py::test_memory_that_is_kept_is_not_mapped_again_at_each_step",
     "pipeline/models/convert_rt/test_encoder.py::test_parameters_are_the_papers",
-    "pipeline/models/convert_rt/test_encoder.py::test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second",
+    "pipeline/models/convert_rt/test_encoder.py::test_the_papers_model_is_at_most_60_megabytes",
     "pipeline/pools/test_embed.py::test_columns_of_a_data_frame_keep_their_meaning",
     "pipeline/training/test_negatives.py::test_memory_does_not_grow_with_the_split",
     "pipeline/training/test_optimization.py::test_a_resumed_run_lets_go_of_the_checkpoint",
@@ -210,7 +214,7 @@ def tracking_uri() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def other_store(tracking_uri: str) -> Callable[[Path], str]:
     """`other_store(path)`: the URI of a MLflow data base of its own, without any run."""
 
@@ -238,23 +242,19 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cases(shared: Path) -> Path:
-    """The folder of small inputs that stand for reports from the field."""
-    if not (shared / "cases").is_dir():
-        pytest.skip(f"no cases at {shared}")
-    return shared / "cases"
-
-
-@pytest.fixture(scope="session")
 def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All real data unpacked: 0.5 GB. What lies in `shared / "data"` already needs no unpacking."""
+    """The archives of real data that tests read, unpacked: 0.3 GB. The rest lies in `shared / "data"`."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # the workers' own: one unpacks for all
     with (root / "real.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [shared / "data" / "unpack", root / "real"]
-        subprocess.run(command, check=True, capture_output=True)
+        if not (root / "real").is_dir():
+            (root / "unpacked").mkdir()
+            for name in ("open_domain_dialogues", "ubuntu_dialogues", "wikipedia_articles"):
+                archive = shared / "data" / f"{name}.tar.xz"
+                subprocess.run(["tar", "-xJf", archive, "-C", root / "unpacked"], check=True)
+            (root / "unpacked").rename(root / "real")
     return root / "real"
 
 
@@ -262,7 +262,7 @@ def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The raw sample files of all corpora, small."""
     folder = tmp_path_factory.mktemp("sample")
-    size = sample.Size(reddit_threads=300, train_dialogues=400, valid_dialogues=80, articles=60)
+    size = sample.Size(reddit_threads=160, train_dialogues=150, valid_dialogues=50, articles=60)
     sample.generate(folder, seed=0, size=size)
     return folder
 

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +24,9 @@ import torch
 import torch.distributed as dist
 
 from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker
 
 Row = dict[str, Any]
 
@@ -87,6 +91,33 @@ def computing_in_fp32() -> Iterator[None]:
         yield
 
 
+def refusal(call: Callable[..., object], *arguments: Any, **more: Any) -> str:
+    """The one line of the `BadInput` that a call raises."""
+    with pytest.raises(BadInput) as caught:
+        call(*arguments, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Oracles
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def formula_scores(ranker: Ranker, context: Sequence[str], texts: Sequence[str]) -> list[float]:
+    """By the papers' formulas in float64; a cross-encoder's one candidate at a time."""
+    if ranker.config.architecture == "cross":
+        return [float(inference.pair_scores(ranker, [context], [[text]])[0]) for text in texts]
+    vectors, mask = inference.context_vectors(ranker, [context])
+    candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
+    logits_CM = candidates_CD @ vectors[0][mask[0]].double().numpy().T
+    return [float(softmax(logits_M) @ logits_M) for logits_M in logits_CM]
+
+
 # Processes
 
 
@@ -149,6 +180,18 @@ def _work_in_process(
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def memory_kib(name: str) -> int:
+    """Of this process: "VmRSS", what it has now, or "VmHWM", the most that it had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    return int(line.split()[1])
+
+
+def restart_peak_memory() -> None:
+    """Lets "VmHWM" begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def free_port() -> int:

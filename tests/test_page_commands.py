@@ -68,7 +68,7 @@ SMALL: dict[str, tuple[object, ...]] = {
     ),
     "train_tokenizer": ("--tokenizer.vocabulary", 300),
     "classify_intents": ("--head.epochs", 5),
-    "evaluate": ("--latency-queries", 1),
+    "evaluate": ("--latency-queries", 0),
     "generate_dump": ("--comments", 200),
 }  # fmt: skip
 """Options that make a command small; what the page says besides stays."""
@@ -92,7 +92,7 @@ MORE_INPUTS = {"CLUSTER.md": ("lake/dumps",), "OPERATING.md": ("dumps/2015",)}
 MORE_ARGUMENTS = {"serve/README.md": ("classifier=intents",)}
 """Of the service: the page asks a route that a table of its arguments brings."""
 JOB = re.compile(r"(?:python -m jobs\.|polyrank )(\w+)(?: (.*))?", re.DOTALL)
-RUNS = ("python", "polyrank", "curl", "export", "ray")
+RUNS = ("python", "polyrank", "curl", "export")
 """Programs whose commands are run, unless tests/pages_not_run.md lists them."""
 
 SOURCES = list(dict.fromkeys(block.page for block in BLOCKS))
@@ -187,14 +187,13 @@ def inputs(
     faq = (str(folder / "faq.csv"),)
     make(prepare_corpus, format="pairs", input=faq, output=made["pairs"], pairs=columns)
     earlier, pools = folder / "earlier.parquet", str(folder / "pools")
-    for pool, keys, model in (
-        ("articles", ("language",), poly), ("replies", (), poly), ("answers", (), bi),
-    ):  # fmt: skip
+    for pool, keys, model in (("articles", ("language",), poly), ("answers", (), bi)):
         for count in (18, 19):
             pq.write_table(pa.Table.from_pylist(articles[:count]), earlier)
             embed = EmbedConfig(filter_columns=keys)
             place = {"candidates": (str(earlier),), "pools": pools, "name": pool}
             make(embed_pool, model=model, embed=embed, **place)
+    shutil.copytree(folder / "pools" / "articles", folder / "pools" / "replies")
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
     return {
@@ -328,25 +327,30 @@ class Reader:
         self.patch.setenv("POLYRANK_TOKENS_SHA256", hashed)
         self.serve(self.served)
 
-    def ray(self, words: list[str]) -> None:
-        environment = {"HOME": str(self.home), "PATH": os.environ["PATH"]}
-        program = Path(sys.executable).with_name("ray")
-        subprocess.run([program, *words], env=environment, capture_output=True, check=True)
+
+@pytest.fixture(scope="module")
+def registry(inputs, other_store, tracking_uri, tmp_path_factory) -> Path:
+    """A data base of MLflow whose model `dialogue` has all three aliases."""
+    folder = tmp_path_factory.mktemp("registry")
+    mlflow.set_tracking_uri(other_store(folder / "mlflow.db"))
+    poly = inputs["rankers/poly"]
+    shutil.copytree(poly, folder / "candidate")  # as good as the champion: it may be promoted
+    versions = [tracking.register("dialogue", open_artifact(str(model), "ranker"), alias)
+                for alias, model in (("champion", poly), ("candidate", folder / "candidate"))]  # fmt: skip
+    for version in reversed(versions):
+        tracking.move_alias("dialogue", "champion", version)
+    mlflow.set_tracking_uri(tracking_uri)
+    return folder / "mlflow.db"
 
 
 @pytest.fixture
 def reader(
-    inputs, run_job_here, other_store, tracking_uri, tmp_path, monkeypatch
+    inputs, registry, run_job_here, tracking_uri, tmp_path, monkeypatch
 ) -> Iterator[Callable[[str], Reader]]:
-    """`reader(page)`: with a registry of its own, whose model `dialogue` has all three aliases."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", other_store(tmp_path / "mlflow.db"))
+    """`reader(page)`, with a copy of the registry."""
+    shutil.copy(registry, tmp_path / "mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
-    poly = inputs["rankers/poly"]
-    shutil.copytree(poly, tmp_path / "candidate")  # as good as the champion: it may be promoted
-    versions = [tracking.register("dialogue", open_artifact(str(model), "ranker"), alias)
-                for alias, model in (("champion", poly), ("candidate", tmp_path / "candidate"))]  # fmt: skip
-    for version in reversed(versions):
-        tracking.move_alias("dialogue", "champion", version)
 
     def run_step(command: tuple[str, ...], hides_failure: bool = False) -> tuple[int, str]:
         """A step of a workflow in this process; tests/jobs/test_workflow.py starts processes."""
@@ -360,6 +364,7 @@ def reader(
         "pipeline.models.interop.to_onnx.export",
         lambda ranker, folder: (folder / "model.onnx").write_bytes(b""),
     )
+    monkeypatch.setattr("pipeline.models.convert_rt.start._LEAST_STEPS", 2)
     with ExitStack() as stack:
 
         def make(page: str) -> Reader:

@@ -108,7 +108,7 @@ def serving(words: list[str]) -> None:
 
 def asking(words: list[str]) -> None:
     path = next(word for word in words if "localhost:8000" in word).partition("localhost:8000")[2]
-    assert path in api.create_app(None).openapi()["paths"], path
+    assert path in api.interface()["paths"], path
 
 
 def making(words: list[str]) -> None:
@@ -311,7 +311,7 @@ def test_every_metric_of_the_service_is_in_its_table():
 
 
 def test_every_route_of_the_interface_is_on_the_page():
-    for path in api.create_app(None).openapi()["paths"]:
+    for path in api.interface()["paths"]:
         assert f"{path}`" in SERVE, path
 
 

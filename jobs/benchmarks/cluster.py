@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -96,11 +97,9 @@ def _speedup(
             job(str(output))
             seconds[nodes] = time.perf_counter() - began
     one, four = seconds.values()
-    waits = f"{waiting:.0f} s and {waiting / _NODES:.0f} s are waits"
-    note = (
-        f"{one:.0f} s on one node and {four:.0f} s on four, of which {waits}. Nodes of this machine, with "
-        f"{cores} logical cores each."
-    )
+    waits = f"of which {waiting:.0f} s and {waiting / _NODES:.0f} s are waits"
+    nodes_are = f"Nodes of this machine, with {cores} logical cores each."
+    note = f"{one:.0f} s on one node and {four:.0f} s on four, {waits}. {nodes_are}"
     row, unit = f"cluster.{name}.speedup_{_NODES}_nodes", "times as fast on 4 nodes"
     return BenchmarkRow.alone(row, one / four, unit, note)
 
@@ -192,24 +191,20 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
 
 def _path(dump: str, out: str) -> str:
     """Dump → corpus → subwords → ranker → evaluation and pool; returns the first two's fingerprints."""
-    stages = {
-        "prepare_corpus": "--format reddit --input DUMP --output OUT/corpus",
-        "train_tokenizer": "--corpus OUT/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 "
-        "--output OUT/subwords",
-        "finetune": "--config RECIPE --corpus OUT/corpus --encoder OUT/subwords --output OUT/ranker "
-        "--finetune.batch-examples 64 --finetune.max-steps 50 --loop.warmup-steps 5 "
-        "--loop.validate-every-epochs 0 --loop.checkpoint-every-steps 25",
-        "evaluate": "--model OUT/ranker --corpus OUT/corpus --protocol polyai --split train "
-        "--max-examples 500",
-        "embed_pool": "--model OUT/ranker --candidates OUT/corpus/train --embed.text-column response "
-        "--embed.id-column example_id --pools OUT/pools --name replies",
-    }
-    fingerprints = []
-    for verb, options in stages.items():
-        for name, value in (("DUMP", dump), ("OUT", out), ("RECIPE", str(_RECIPE))):
-            options = options.replace(name, value)
-        fingerprints.append(run_stage(verb, verb, *options.split()).get("fingerprint"))
-    return " ".join(map(str, fingerprints[:2]))
+    dump, out = shlex.quote(dump), shlex.quote(out)
+    commands = f"""
+        prepare_corpus --format reddit --input {dump} --output {out}/corpus
+        train_tokenizer --corpus {out}/corpus --tokenizer.kind subwords --tokenizer.vocabulary 2000 \
+            --output {out}/subwords
+        finetune --config {_RECIPE} --corpus {out}/corpus --encoder {out}/subwords --output {out}/ranker \
+            --finetune.batch-examples 64 --finetune.max-steps 50 --loop.warmup-steps 5 \
+            --loop.validate-every-epochs 0 --loop.checkpoint-every-steps 25
+        evaluate --model {out}/ranker --corpus {out}/corpus --protocol polyai --split train --max-examples 500
+        embed_pool --model {out}/ranker --candidates {out}/corpus/train --embed.text-column response \
+            --embed.id-column example_id --pools {out}/pools --name replies"""
+    lines = map(shlex.split, commands.splitlines()[1:])
+    stages = [run_stage(verb, verb, *options) for verb, *options in lines]
+    return " ".join(stage["fingerprint"] for stage in stages[:2])
 
 
 @contextmanager

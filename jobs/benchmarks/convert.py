@@ -82,9 +82,8 @@ def _rates(
         "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
     }
     ways = {name: functools.partial(encode, texts) for name, encode in encoders.items()}
-    ours, theirs = (
-        [len(texts) / seconds for seconds in times] for times in in_turn(ways, rounds).values()
-    )
+    seconds = in_turn(ways, rounds).values()
+    ours, theirs = ([len(texts) / passed for passed in times] for times in seconds)
     ways_alone = {
         (name, text): functools.partial(encode, [text])
         for text in texts[:alone_count]

@@ -35,11 +35,9 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
                                  "--output", corpus)  # fmt: skip
     (fewer, first), (most, last) = runs.items()
     peaks = f"{first.peak_mib:,.0f} and {last.peak_mib:,.0f} MiB"
-    name, note = (
-        "corpora.reddit.memory_growth_3m_to_10m",
-        f"From {fewer:,} to {most:,} comments: {peaks}.",
-    )
     yield _rate(dumps[most], runs)
+    name = "corpora.reddit.memory_growth_3m_to_10m"
+    note = f"From {fewer:,} to {most:,} comments: {peaks}."
     yield BenchmarkRow.alone(name, last.peak_mib / first.peak_mib, "peak memory, ratio", note)
     yield _reader(work / f"corpus-{most}")
 

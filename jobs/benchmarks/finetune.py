@@ -72,10 +72,8 @@ def _quality(corpus: Artifact, folder: Path, max_examples: int) -> BenchmarkRow:
     (metric, ours), *_ = said["table"]["ours"].items()
     [pair] = said["comparisons"]
     low, high = pair["interval"]
-    difference = (
-        f"difference {pair['difference']:.3f} ({low:.3f} to {high:.3f}), p = {pair['p']:.2g}"
-    )
-    note = f"{said['examples']:,} questions; {difference}."
+    difference = f"{pair['difference']:.3f} ({low:.3f} to {high:.3f}), p = {pair['p']:.2g}"
+    note = f"{said['examples']:,} questions; difference {difference}."
     name = "finetune.quality_vs_sentence_transformers"
     return BenchmarkRow.beside(name, ours, said["table"]["theirs"][metric], metric, note)
 

@@ -94,9 +94,9 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         return
     device, scale = torch.device(config.device), SCALES[config.device]
     parts: dict[str, Callable[[], Iterator[BenchmarkRow]]] = {
-        "search": lambda: measure_search(device, scale),
-        "pretrain": lambda: measure_pretraining(device, scale),
-        "embed": lambda: measure_embedding(config, work, scale),
+        "search": functools.partial(measure_search, device, scale),
+        "pretrain": functools.partial(measure_pretraining, device, scale),
+        "embed": functools.partial(measure_embedding, config, work, scale),
     }
     for step in config.steps:
         yield from attempt(f"gpu.{step}", parts[step])
@@ -111,8 +111,8 @@ def measure_search(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]
     pool = made_up_pool(device, scale)
     assert pool.on_device is not None
     matrix_ND = pool.on_device.matrix_ND
-    questions = directions(_TOGETHER * scale.vectors, scale.dimensions, device, seed=1)
-    questions = questions.view(_TOGETHER, scale.vectors, scale.dimensions).cpu()
+    questions = directions(_TOGETHER * scale.vectors, scale.dimensions, device, seed=1).cpu()
+    questions = questions.view(_TOGETHER, scale.vectors, scale.dimensions)
     _require_same_scores(pool, questions)
     words = matrix_ND.view(torch.int64 if scale.dimensions % 4 == 0 else torch.int16)
     ways: dict[str, Callable[[], object]] = {"read": words.sum}
@@ -133,8 +133,7 @@ def measure_search(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]
     # The names are those of a GPU's scale.
     share = ms["read"] / ms["one"]
     yield over_read("gpu.search.10m_time_over_read_floor", "one", floor=1.0, share_of_floor=share)
-    flops = 2.0 * len(pool) * scale.dimensions * scale.vectors * _TOGETHER
-    peak = peak_flops(device, "bf16")
+    flops, peak = 2.0 * questions.numel() * len(pool), peak_flops(device, "bf16")
     ours, plain = (flops / (ms[name] / 1e3) / peak.flops for name in ("16", "16, plain torch"))
     name, unit = "gpu.search.16_contexts_share_of_peak", "of the peak of bf16"
     peak_note = f"Peak: {peak.flops / 1e12:.0f} TFLOPS, {peak.source}. {note}"
@@ -144,25 +143,22 @@ def measure_search(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]
 
 def made_up_pool(device: torch.device, scale: Scale) -> Pool:
     """A pool in memory, on the device, without files."""
-    matrices, lengths = [], []
-    for start in range(0, scale.candidates, _CHUNK):
-        count = min(_CHUNK, scale.candidates - start)
-        rows_ND = directions(count, scale.dimensions, device, seed=2 + start).bfloat16()
+    total, dimensions, matrices, lengths = scale.candidates, scale.dimensions, [], []
+    for start in range(0, total, _CHUNK):
+        count = min(_CHUNK, total - start)
+        rows_ND = directions(count, dimensions, device, seed=2 + start).bfloat16()
         lengths.append(1.001 * rows_ND.float().norm(dim=1).cpu().numpy())
         matrices.append(rows_ND.view(torch.int16).cpu().numpy().view(np.uint16))
-    norms = np.stack([np.ones(scale.candidates, np.float32), np.concatenate(lengths)])
+    norms = np.stack([np.ones(total, np.float32), np.concatenate(lengths)])
     layer = Layer(np.concatenate(matrices), norms)
-    ids = pa.array(np.arange(scale.candidates)).cast(pa.string())
-    sketch = Layer(np.empty((scale.candidates, 0), np.int8), norms)
+    sketch = Layer(np.empty((total, 0), np.int8), norms)
+    ids = pa.array(np.arange(total)).cast(pa.string())
     shard = Shard(pa.table([ids, ids, ids], ROWS), layer, sketch)
-    facts = {"dimensions": scale.dimensions, "dtype": "bfloat16"}
-    pool = Pool(
-        Artifact("made-up", facts), "made-up", "v", (shard,), np.empty((scale.dimensions, 0)),
-        (scale.candidates,),
-    )  # fmt: skip
-    held = device_rows.load("made-up", [shard], "bfloat16", scale.dimensions, device, "bfloat16")
+    artifact = Artifact("made-up", {"dimensions": dimensions, "dtype": "bfloat16"})
+    pool = Pool(artifact, "made-up", "v", (shard,), np.empty((dimensions, 0)), (total,))
+    held = device_rows.load("made-up", [shard], "bfloat16", dimensions, device, "bfloat16")
     if held is None:
-        raise RuntimeError(f"{scale.candidates:,} vectors do not fit in the memory of {device}")
+        raise RuntimeError(f"{total:,} vectors do not fit in the memory of {device}")
     return replace(pool, on_device=held)
 
 
@@ -267,12 +263,13 @@ def training_rate(
     step = torch.compile(model, backend=scale.compiler) if compiled else model
     optimizer = optimization(LoopConfig(precision="bf16"), model, steps=1_000)
     batch = made_up_micro_batch(lengths, scale.vocabulary).to(device)
-    steps, began, elapsed = -_WARM_UP_STEPS, 0.0, 0.0
-    while steps <= 0 or elapsed < scale.seconds:
-        began = timer() if steps == 0 else began
-        bare_step(step, [batch], optimizer, device, bf16=True)
-        steps += 1
-        elapsed = timer() - began
+    take_step = functools.partial(bare_step, step, [batch], optimizer, device, bf16=True)
+    for _ in range(_WARM_UP_STEPS):
+        take_step()
+    steps, elapsed, began = 0, 0.0, timer()
+    while not steps or elapsed < scale.seconds:
+        take_step()
+        steps, elapsed = steps + 1, timer() - began
     per_second = steps / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
     flops = cost.step(lengths, batch.predicted_count) * per_second

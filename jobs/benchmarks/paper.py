@@ -35,7 +35,7 @@ from pipeline.config import BadInput, Stopped, flatten, parse, require, to_dict
 from pipeline.engine.draft import request_of
 from pipeline.evaluation import protocols, significance
 from pipeline.evaluation.ranking import load_scorer
-from pipeline.models.sources import Source, open_encoder
+from pipeline.models.sources import open_encoder
 from pipeline.storage.failures import cause_of
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "finetune"
@@ -73,7 +73,7 @@ class Trial:
     def published_for(self, task: str) -> float | None:
         """R@1."""
         percent = self.published.get(paper_task(task))
-        return None if percent is None else round(percent / 100, 4)
+        return percent and round(percent / 100, 4)
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Table:
     """Names of trials: does the first find more right ones than the second?"""
 
 
-def _poly(m: int) -> dict[str, Any]:
-    return {"ranker.m": m}
+def _poly(m: int, published: Mapping[str, float]) -> Trial:
+    return Trial(f"poly-{m}", "poly", {"ranker.m": m}, published)
 
 
 def _distillation(name: str, loss: str) -> Trial:
     changes = {"finetune.negatives_from": "both", "finetune.distill.loss": loss}
-    return Trial(name, "poly", {**_poly(64), **changes})
+    return Trial(name, "poly", {"ranker.m": 64, **changes})
 
 
 def of_encoders(uris: Sequence[str]) -> Table:
@@ -109,19 +109,18 @@ def of_encoders(uris: Sequence[str]) -> Table:
 TABLES: dict[Number, Table] = {
     4: Table(
         (Trial("bi", "bi", {}, dict(convai2=81.7, dstc7=66.8, ubuntu=80.6, wikipedia=71.0)),
-         Trial("poly-16", "poly", _poly(16), dict(convai2=83.2, dstc7=67.8, ubuntu=81.2, wikipedia=71.5)),
-         Trial("poly-64", "poly", _poly(64), dict(convai2=83.7, dstc7=67.0, ubuntu=81.3, wikipedia=71.3)),
-         Trial("poly-360", "poly", _poly(360), dict(convai2=83.7, dstc7=68.9, ubuntu=80.9, wikipedia=71.8)),
+         _poly(16, dict(convai2=83.2, dstc7=67.8, ubuntu=81.2, wikipedia=71.5)),
+         _poly(64, dict(convai2=83.7, dstc7=67.0, ubuntu=81.3, wikipedia=71.3)),
+         _poly(360, dict(convai2=83.7, dstc7=68.9, ubuntu=80.9, wikipedia=71.8)),
          # 10,001 pairs for each question: the paper has none there either.
          Trial("cross", "cross", {}, dict(convai2=84.8, dstc7=67.4, ubuntu=82.8), ("wikipedia",))),
         pairs=(("poly-64", "bi"), ("cross", "poly-64")),
     ),
     "distill": Table(
         # Without a teacher: from the batch's responses, and from the corpus' candidates too.
-        (Trial("poly-64", "poly", _poly(64)), _distillation("poly-64-both", "none"),
-         _distillation("poly-64-kl", "kl"), _distillation("poly-64-margin_mse", "margin_mse")),
-        pairs=(("poly-64-kl", "poly-64"), ("poly-64-kl", "poly-64-both"),
-               ("poly-64-margin_mse", "poly-64"), ("poly-64-margin_mse", "poly-64-both")),
+        (_poly(64, {}), _distillation("poly-64-both", "none"), _distillation("poly-64-kl", "kl"),
+         _distillation("poly-64-margin_mse", "margin_mse")),
+        pairs=tuple(itertools.product(("poly-64-kl", "poly-64-margin_mse"), ("poly-64", "poly-64-both"))),
     ),
 }  # fmt: skip
 
@@ -168,7 +167,7 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
 def _row(table: str, jobs: Sequence[Job], about: str) -> tuple[BenchmarkRow, Floats | None]:
     """The row of a trial over its seeds, and [N] the share of them that put the right answer of each question
     first; None: all have failed."""
-    outcomes, failed = list[Outcome](), list[str]()
+    outcomes, failed = list[tuple[Ints, str]](), list[str]()
     for job in jobs:
         try:
             outcomes.append(outcome_of(job))
@@ -180,14 +179,14 @@ def _row(table: str, jobs: Sequence[Job], about: str) -> tuple[BenchmarkRow, Flo
     detail: dict[str, Any] = {"failed": failed} if failed else {}
     if not outcomes:
         return BenchmarkRow(row, None, "R@1", peer, detail=detail), None
-    hits_SN = np.array([outcome.ranks_N == 1 for outcome in outcomes], np.float64)
+    hits_SN = np.array([ranks_N == 1 for ranks_N, _ in outcomes], np.float64)
     hits_N, by_seed = hits_SN.mean(axis=0), hits_SN.mean(axis=1)
     low, high = significance.mean_interval(hits_N)
     several = f"± {by_seed.std(ddof=1):.3f} over {len(by_seed)} seeds; " if len(by_seed) > 1 else ""
     interval = f"95 % over {len(hits_N):,} questions: {low:.3f} to {high:.3f}"
     detail |= {"seeds": by_seed.tolist(), "note": f"{several}{interval}; {about}."}
-    mean = float(hits_SN.mean())
-    return BenchmarkRow(row, mean, outcomes[0].metric, peer, detail=detail), hits_N
+    (_, metric), *_ = outcomes
+    return BenchmarkRow(row, float(hits_SN.mean()), metric, peer, detail=detail), hits_N
 
 
 def _comparisons(
@@ -250,16 +249,6 @@ class Job:
         return f"{self.task} {self.trial.name} seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The answers of a trained model."""
-
-    ranks_N: Ints
-    """The right answers' ranks; every trial of a task is asked the same questions."""
-    metric: str
-    """Name of the task's R@1."""
-
-
 def task_of(corpus: Artifact) -> str:
     """The source of the corpus' first example."""
     for uri in corpus.files(suffix=".parquet"):
@@ -274,10 +263,9 @@ def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tupl
     """`--config` with two files of jobs/configs/finetune: the architecture's, and the task's for it."""
     ending = "-small.yaml" if size == "small" else ".yaml"
     name = _TASKS.get(task, _UNKNOWN_TASK)[0]
-    architecture_file = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
-    task_file = _CONFIGS / "tasks" / f"{name}{ending}"
-    file = architecture_file if architecture_file.exists() else task_file
-    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(file)
+    files = [_CONFIGS / "tasks" / f"{name}{kind}{ending}" for kind in (f"-{architecture}", "")]
+    task_file = next(file for file in files if file.exists())
+    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(task_file)
 
 
 def paper_task(task: str) -> str:
@@ -292,12 +280,10 @@ def protocol(task: str) -> protocols.Name:
 
 def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
-    files = recipe(task, trial.architecture, config.size)
-    changes = {"encoder": config.encoder[0], **trial.changes}
-    arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
-             "--output", "not yet known"]  # fmt: skip
-    arguments += [f"--{name}={value}" for name, value in changes.items()]
-    arguments += [f"--loop.seed={seed}", *config.overrides]
+    changes = {"corpus": corpus.uri, "encoder": config.encoder[0], "output": "not yet known",
+               **trial.changes, "loop.seed": seed}  # fmt: skip
+    options = [f"--{name}={value}" for name, value in changes.items()]
+    arguments = [*recipe(task, trial.architecture, config.size), *options, *config.overrides]
     # A trial reads only some of the options for all trials.
     train = parse(finetune.Config, arguments, "jobs.finetune", allow_unread=True)
     _, encoder = _open_encoder(train.encoder)
@@ -309,25 +295,25 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, config: Config) -
         model=(train.output,), corpus=corpus.uri, split=config.split, protocol=protocol(task),
         max_examples=config.max_examples, latency_queries=0,
     )  # fmt: skip
-    asked = request_of(
-        "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
-    )
-    file = storage.join(folder, f"evaluation-{asked}.json")
-    return Job(trial, task, seed, train, evaluation, file)
+    inputs: dict[str, Artifact | dict[str, Any]] = {
+        "model": {"fingerprint": request},
+        "corpus": corpus,
+    }
+    file = f"evaluation-{request_of('evaluation', evaluation, inputs)}.json"
+    return Job(trial, task, seed, train, evaluation, storage.join(folder, file))
 
 
-@functools.cache
-def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
-    return open_encoder(uri)
+_open_encoder = functools.cache(open_encoder)
 
 
-def outcome_of(job: Job) -> Outcome:
-    """That of an earlier run, or of a new training."""
+def outcome_of(job: Job) -> tuple[Ints, str]:
+    """([N] ranks of the right answers, name of the task's R@1), of an earlier run or of a new training. Every
+    trial of a task is asked the same questions."""
     if not storage.exists(job.evaluation):
         train_and_evaluate(job)
         print(f"{job.label}: done", file=sys.stderr, flush=True)
     evaluation = json.loads(storage.read_bytes(job.evaluation))
-    return Outcome(np.array(evaluation["ranks"]), next(iter(evaluation["metrics"])))
+    return np.array(evaluation["ranks"]), next(iter(evaluation["metrics"]))
 
 
 def train_and_evaluate(job: Job) -> None:

@@ -33,10 +33,10 @@ def measure(size: str, work: Path) -> BenchmarkRow:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = _ROWS[size]
-    # A process of its own, whose peak of memory is the plan's.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    # Each in a process of its own: the peak of memory is the plan's.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         sources = pool.submit(_write_keys, folder, rows).result()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         seconds, peak_mb, counts = pool.submit(_plan, folder, sources).result()
     percent = rows // 100
     assert counts == (percent, percent, rows - 2 * percent, percent), counts

@@ -136,9 +136,8 @@ def _run_both(arm: Arm, peer: Callable[..., Rates], processes: int) -> tuple[Rat
     run_job("pretrain", *arm.options)
     run = tracking.Run(open_artifact(output, "encoder").manifest["run_id"], tracking.server())
     histories = run.histories(("tokens_per_s", "data_wait_share", "steps_per_s"))
-    rates, waits, steps_per_s = (
-        _steady([value for _, value in points]) for points in histories.values()
-    )
+    values = ([value for _, value in points] for points in histories.values())
+    rates, waits, steps_per_s = map(_steady, values)
     step_tokens = fmean(a / b for a, b in zip(rates, steps_per_s, strict=True))
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:

@@ -164,6 +164,7 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
     for target in TARGETS.values():
         targets[target.status(rows.get(target.row))].append(target)
     missed = [f"`{t.row}` {number(rows[t.row][t.field])} ({t})" for t in targets[MISSED]]
+    missed_of_part = itertools.groupby(missed, lambda target: target.partition(".")[0])
     open_targets = [f"`{target.row}` ({target.what}; {target})" for target in targets[NOT_MEASURED]]
     first_rows = [(*texts, rows[name]) for name, texts in FIRST_ROWS.items() if name in rows]
     first_table = _table({
@@ -185,14 +186,10 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
         _INTRODUCTION,
         *sections,
         "## Missed targets",
-        "\n".join(f"- {', '.join(some)}" for _, some in itertools.groupby(missed, _part_of)),
+        "\n".join(f"- {', '.join(some)}" for _, some in missed_of_part),
         f"Not measured: {'; '.join(open_targets)}." if open_targets else "",
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _part_of(name: str) -> str:
-    return name.partition(".")[0]
 
 
 _INTRODUCTION = """\

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 from unittest import mock
 
 import faiss
@@ -71,16 +70,19 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     folder = work / "search" / digest(inputs)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(texts):,} texts are embedded, and made {_CANDIDATES[size]:,}", flush=True)
-    real_ND = _embed_texts(folder / "texts.npy", ranker, texts)
+
+    @functools.cache
+    def real_vectors() -> Floats:  # of pools that an earlier run has not made
+        return inference.candidate_vectors(ranker, texts).numpy()
+
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
-        pool = _pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
-        pool_float32 = _pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
-        small_pool = _pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
+        pool = _pool_of(folder / "pool", model, real_vectors, _CANDIDATES[size])
+        pool_float32 = _pool_of(folder / "whole", model, real_vectors, _CANDIDATES[size], "float32")
+        small_pool = _pool_of(folder / "few", model, real_vectors, min(_FEW, _CANDIDATES[size]))
     timed_questions, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
     _check(small_pool, questions)
-    agreement = _agreement(pool, questions[:100])
-    yield from _times(pool, pool_float32, timed_questions, rounds, agreement)
+    yield from _times(pool, pool_float32, timed_questions, rounds, questions[:100])
     yield _poly_over_bi(small_pool, timed_questions, rounds)
     yield from _by_size(pool_float32, _SIZES[size], questions[: max(_CONTEXTS)], rounds)
 
@@ -90,12 +92,14 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
 
 
 def _times(
-    pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, agreement: Agreement
+    pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, compared: Floats
 ) -> Iterator[BenchmarkRow]:
     """All searches in turn, so that they have the same machine; the mean of each question's best round.
 
-    `pool_float32`: the same candidates in float32, the default of jobs.embed_pool.
+    `pool_float32`: the same candidates in float32, the default of jobs.embed_pool. `compared`: questions to
+    compare the methods' answers by.
     """
+    certified, recall = _agreement(pool, compared)
     matrices = [torch.from_numpy(shard.vectors.matrix.view(np.int64)) for shard in pool.shards]
     plain_ND = torch.empty(len(pool), pool.dimensions)
     for shard, end in zip(pool.shards, pool.ends, strict=True):
@@ -127,21 +131,15 @@ def _times(
     for row, method in ((name, "exact"), ("search.pruned_1m", "pruned")):
         over_read = ms[method] / ms["read"]
         yield BenchmarkRow.alone(f"{row}.time_over_read_floor", over_read, passes, note)
-    pruned, approximate = (
-        ms[f"{method}, float32"] / ms["exact, float32"] for method in methods[1:]
-    )
-    certified = {
-        "certified": f"{agreement.certified} of {agreement.questions} questions",
-        "note": note,
-    }
-    yield BenchmarkRow("search.pruned_1m.time_share_of_exact", pruned, "share", detail=certified)
-    recall = agreement.recall
+    exact_ms, *others_ms = (ms[f"{method}, float32"] for method in methods)
+    pruned, approximate = (method_ms / exact_ms for method_ms in others_ms)
+    detail = {"certified": f"{certified} of {len(compared)} questions", "note": note}
+    yield BenchmarkRow("search.pruned_1m.time_share_of_exact", pruned, "share", detail=detail)
     yield BenchmarkRow.alone("search.approximate_1m.recall_at_10", recall, "recall@10", note)
     if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
         approximate += 1
-    yield BenchmarkRow.alone(
-        "search.approximate_1m.time_share_of_exact", approximate, "share", note
-    )
+    row = "search.approximate_1m.time_share_of_exact"
+    yield BenchmarkRow.alone(row, approximate, "share", note)
     if "alone" in ms:
         together, alone = (ms[way] / _TOGETHER for way in ("together", "alone"))
         row, ratio = f"{name}.16_together_vs_alone", alone / together
@@ -207,13 +205,10 @@ def _by_size(
         ("search.small_pools.time_over_plain_torch", over_plain),
         ("search.bi.time_over_faiss_flat", over_faiss),
     ):
-        worst = max(ratios, key=lambda label: ratios[label])
+        ratio, worst = max((ratio, label) for label, ratio in ratios.items())
         note = f"Worst of {len(ratios)}, up to {len(pool):,} rows: {worst}."
-        detail = {
-            "ratios": {label: round(ratio, 2) for label, ratio in ratios.items()},
-            "note": note,
-        }
-        yield BenchmarkRow(name, ratios[worst], "times", detail=detail)
+        rounded = {label: round(ratio, 2) for label, ratio in ratios.items()}
+        yield BenchmarkRow(name, ratio, "times", detail={"ratios": rounded, "note": note})
 
 
 _FORMS: dict[str, Method] = {"scores": "exact", "vectors": "exact", "sketch": "pruned"}
@@ -262,18 +257,9 @@ def _check(pool: Pool, questions: Floats) -> None:
             assert answer.certified[number]
 
 
-class Agreement(NamedTuple):
-    """How the other methods answer, beside the exact one."""
-
-    questions: int
-    certified: int
-    """Questions whose pruned answer is proven to be the exact one."""
-    recall: float
-    """Share of the exact answers that approximate search finds."""
-
-
-def _agreement(pool: Pool, questions: Floats) -> Agreement:
-    """Raises AssertionError where pruned search finds other rows than exact search."""
+def _agreement(pool: Pool, questions: Floats) -> tuple[int, float]:
+    """(questions whose pruned answer is proven to be exact, share of the exact answers that approximate
+    search finds). Raises AssertionError where pruned search finds other rows than exact search."""
     exact = top_rows(pool, questions, _TOP_K, method="exact")
     certified = shared = 0
     for places, question_MD in zip(exact.places, questions, strict=True):
@@ -282,7 +268,7 @@ def _agreement(pool: Pool, questions: Floats) -> Agreement:
         certified += bool(pruned.certified[0])
         approximate = top_rows(pool, question_MD[None], _TOP_K, method="approximate")
         shared += len({*places} & {*approximate.places[0]})
-    return Agreement(len(questions), certified, shared / len(questions) / _TOP_K)
+    return certified, shared / len(questions) / _TOP_K
 
 
 # -------------------------------------------------------------------------------------------------
@@ -298,33 +284,26 @@ def _poly_encoder(model: Artifact) -> Ranker:
     return ranker
 
 
-def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
-    if not file.exists():
-        vectors_ND = inference.candidate_vectors(ranker, texts).numpy()
-        np.save(file.with_suffix(".partial.npy"), vectors_ND)
-        file.with_suffix(".partial.npy").rename(file)
-    vectors: Floats = np.load(file)
-    return vectors
-
-
 def _pool_of(
-    folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
+    folder: Path,
+    model: Artifact,
+    real_vectors: Callable[[], Floats],
+    count: int,
+    dtype: Dtype = "bfloat16",
 ) -> Pool:
     """A pool with an index of neighbours; writes one shard at a time, to save memory."""
     config = embed_pool.Config(model="", candidates=(), pools="", name="benchmark")
     out = draft(str(folder), "pool", config, {"model": model})
     if isinstance(out, Draft):
         rng, entries, names = np.random.default_rng(0), list[FileEntry](), list[str]()
+        real_ND = real_vectors()
         for start in range(0, count, _SHARD_ROWS):
             rows = np.arange(start, min(count, start + _SHARD_ROWS))
-            vectors_ND = real_ND[rows % len(real_ND)]
-            if repeated_count := int(np.count_nonzero(rows >= len(real_ND))):
-                left, right = (
-                    real_ND[rng.integers(len(real_ND), size=repeated_count)] for _ in range(2)
-                )
-                lengths = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
-                vectors_ND[-repeated_count:] += _MIXED * (left - right)
-                vectors_ND *= lengths / np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+            vectors_ND, repeated = real_ND[rows % len(real_ND)], rows >= len(real_ND)
+            left, right = real_ND[rng.integers(len(real_ND), size=(2, np.count_nonzero(repeated)))]
+            lengths = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+            vectors_ND[repeated] += _MIXED * (left - right)
+            vectors_ND *= lengths / np.linalg.norm(vectors_ND, axis=1, keepdims=True)
             ids = [f"c{row:07d}" for row in rows.tolist()]
             table = pa.table([ids, ids, ids], ROWS)
             names.append(f"part-{len(names):05d}")

@@ -142,9 +142,8 @@ class Service:
         counts, were = ", ".join(map(str, COUNTS)), "was" if refused < 2 else "were"
         answers = f"Answers a second with {counts} clients: {', '.join(rates)}"
         note = f"{answers}. {refused or 'None'} {were} refused."
-        yield BenchmarkRow.alone(
-            "serve.by_clients", p50, f"ms (p50) with {COUNTS[-1]} clients", note
-        )
+        unit = f"ms (p50) with {COUNTS[-1]} clients"
+        yield BenchmarkRow.alone("serve.by_clients", p50, unit, note)
 
     def load(self) -> Iterator[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""

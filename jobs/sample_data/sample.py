@@ -5,9 +5,11 @@
     <folder>/convai2/valid_self_original.sample.txt             ConvAI2 with 20 candidates
     <folder>/wikipedia/extracted/AA/wiki_00 …                   WikiExtractor output
 
-People have traits and talk about what goes with them (`sample_world.py`). No person is in two files
-of ConvAI2, so that a score on `valid` is learnt from other people. Threads hold what real dumps hold:
-deleted, overlong and one-word comments, bots, names and addresses.
+People have traits and talk about what goes with them (`world.yaml`). A reply names the things that go with a
+trait, never its words: what links "i work as a nurse" to "the ward was full again" has to be learnt from
+other people who are nurses. No person is in two files of ConvAI2, so that a score on `valid` is learnt from
+other people. Threads hold what real dumps hold: deleted, overlong and one-word comments, bots, names and
+addresses.
 """
 
 from __future__ import annotations
@@ -16,28 +18,46 @@ import bz2
 import html
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 import zstandard
-
-from jobs.sample_data.sample_world import (
-    AGREEMENTS,
-    CLOSERS,
-    ECHOES,
-    FOLLOW_UPS,
-    GREETING_REPLIES,
-    GREETINGS,
-    OPENERS,
-    REACTIONS,
-    TOPICS,
-    Value,
-)
 
 CANDIDATES = 20
 ECHO_SHARE = 0.5
+
+
+class Value(NamedTuple):
+    """One thing that a person can be, have or like."""
+
+    statements: list[str]
+    things: list[str]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Something people ask each other about."""
+
+    questions: list[str]
+    """With the *word* that an answer may take up."""
+    replies: list[str]
+    """`{a}` and `{b}` stand for things of the speaker's value; without `{b}`, `{a}` is two of them."""
+    heading: str
+    """The section of an article about a town that this topic becomes."""
+    facts: list[str]
+    """Sentences of that section."""
+    values: list[Value]
+
+
+_WORLD = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text(encoding="utf-8"))
+_TOPICS = {
+    name: Topic(**{**topic, "values": [Value(**value) for value in topic["values"]]})
+    for name, topic in _WORLD["topics"].items()
+}
+_PHRASES: dict[str, list[str]] = _WORLD["phrases"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +88,15 @@ class Person:
         reply = self.reply(topic)
         if self.rng.random() < ECHO_SHARE:
             word = question.split("*")[1]
-            reply = self.rng.choice(ECHOES).format(word=word, reply=reply)
+            reply = _phrase(self.rng, "echoes").format(word=word, reply=reply)
         return reply
 
     def reply(self, topic: str) -> str:
         """Something about the person's value of a topic that does not name it."""
-        frame = self.rng.choice(TOPICS[topic].replies)
+        frame = self.rng.choice(_TOPICS[topic].replies)
         a, b = self._thing(topic), self._thing(topic)
         text = frame.format(a=a, b=b) if "{b}" in frame else frame.format(a=f"{a} and {b}")
-        opener, closer = self.rng.choice(OPENERS), self.rng.choice(CLOSERS)
+        opener, closer = _phrase(self.rng, "openers"), _phrase(self.rng, "closers")
         return " ".join(f"{opener} {text} {closer}".split())
 
     def _thing(self, topic: str) -> str:
@@ -96,12 +116,16 @@ def generate(folder: Path, seed: int = 0, size: Size | None = None) -> None:
     _write_wikipedia(folder / "wikipedia" / "extracted" / "AA", rng, size)
 
 
+def _phrase(rng: random.Random, kind: str) -> str:
+    return rng.choice(_PHRASES[kind])
+
+
 def _people(rng: random.Random) -> Iterator[Person]:
     """People without end, no two of them alike."""
     keys = set()
     while True:
-        values = {name: rng.choice(topic.values) for name, topic in TOPICS.items()}
-        key = tuple(value.statements for value in values.values())
+        values = {name: rng.choice(topic.values) for name, topic in _TOPICS.items()}
+        key = tuple(tuple(value.statements) for value in values.values())
         if key not in keys:
             keys.add(key)
             yield Person(values, rng)
@@ -116,26 +140,26 @@ class _Turn(NamedTuple):
 
     utterance: str
     answer: str
-    about: tuple[str, ...]
+    about: Sequence[str]
 
 
 def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str], list[_Turn]]:
     """(my persona, my turns)"""
-    topics = rng.sample(list(TOPICS), k=3)
+    topics = rng.sample(list(_TOPICS), k=3)
     persona = [f"your persona: {me.statement(topic)} ." for topic in topics]
     turns = []
     if rng.random() < 0.3:
-        turns.append(_Turn(rng.choice(GREETINGS), rng.choice(GREETING_REPLIES), ()))
+        turns.append(_Turn(_phrase(rng, "greetings"), _phrase(rng, "greeting_replies"), ()))
     for topic in rng.sample(topics, k=rng.randrange(1, 4)):
-        utterance = rng.choice(REACTIONS)
+        utterance = _phrase(rng, "reactions")
         if rng.random() < 0.15:
-            utterance = partner.reply(rng.choice(list(TOPICS))) + " ."
-        question = rng.choice(TOPICS[topic].questions)
+            utterance = partner.reply(rng.choice(list(_TOPICS))) + " ."
+        question = rng.choice(_TOPICS[topic].questions)
         utterance = " ".join(f"{utterance} {question}".replace("*", "").split())
         about = me.values[topic].statements
         turns.append(_Turn(utterance, me.answer(topic, question), about))
         if rng.random() < 0.2:  # what it is about stands only further up
-            turns.append(_Turn(rng.choice(FOLLOW_UPS), me.reply(topic), about))
+            turns.append(_Turn(_phrase(rng, "follow_ups"), me.reply(topic), about))
     return persona, turns
 
 
@@ -217,25 +241,25 @@ def _thread(number: int, people: Iterator[Person], rng: random.Random) -> list[d
     """Either a topic's thread, or one in which somebody introduces themselves."""
     me, name = next(people), _user(rng)
     if rng.random() < 0.5:
-        topics = rng.sample(list(TOPICS), k=3)
+        topics = rng.sample(list(_TOPICS), k=3)
         thread = _Thread(number, "introductions", rng)
         root = thread.add(None, name, " . ".join(me.statement(topic) for topic in topics))
     else:
-        topics = [rng.choice(list(TOPICS))]
+        topics = [rng.choice(list(_TOPICS))]
         thread = _Thread(number, f"Ask_{topics[0]}", rng)
         root = thread.add(None, name, f"{me.statement(topics[0])} . {me.reply(topics[0])}")
         for _ in range(rng.randrange(1, 4)):  # others who are the same
             like_me = Person(me.values, rng)
             comment = thread.add(
-                root, _user(rng), f"{rng.choice(AGREEMENTS)} {like_me.reply(topics[0])}"
+                root, _user(rng), f"{_phrase(rng, 'agreements')} {like_me.reply(topics[0])}"
             )
             if rng.random() < 0.5:
                 thread.add(comment, name, like_me.reply(topics[0]))
     for _ in range(rng.randrange(1, 4)):  # others who ask
         comment, asker = root, _user(rng)
         for topic in rng.sample(topics, k=len(topics)):
-            question = rng.choice(TOPICS[topic].questions)
-            question_text = f"{rng.choice(REACTIONS)} {question}".replace("*", "").strip()
+            question = rng.choice(_TOPICS[topic].questions)
+            question_text = f"{_phrase(rng, 'reactions')} {question}".replace("*", "").strip()
             comment = thread.add(comment, asker, question_text)
             comment = thread.add(comment, name, me.answer(topic, question))
             if rng.random() < 0.3:
@@ -265,7 +289,8 @@ def _write_reddit(folder: Path, people: Iterator[Person], rng: random.Random, si
 
 
 def _user(rng: random.Random) -> str:
-    return f"{rng.choice(_FIRST)}_{rng.choice(_LAST)}{rng.randrange(100)}".lower()
+    first, last = _phrase(rng, "first_syllables"), _phrase(rng, "last_syllables")
+    return f"{first}_{last}{rng.randrange(100)}".lower()
 
 
 def _base36(number: int) -> str:
@@ -280,30 +305,16 @@ def _base36(number: int) -> str:
 # ---------------------------------------------------------------------------------------------------
 # Wikipedia
 
-_FIRST = ("Ash", "Birch", "Clay", "Dun", "Elder", "Fair", "Glen", "Hazel", "Iron", "Kings", "Long", "Mill",
-          "North", "Oak", "Pen", "Raven", "Stone", "Thorn", "Under", "Wester")  # fmt: skip
-_LAST = ("bourne", "bury", "combe", "dale", "field", "ford", "gate", "ham", "hurst", "ley", "mere", "minster",
-         "moor", "port", "stead", "thorpe", "ton", "wick", "wold", "worth")  # fmt: skip
-_COUNTIES = ("Harrowshire", "Upper Vale", "Saltmark", "Eastfold", "the Lowlands", "Kestrel County")
-_ERAS = (
-    "in 1741",
-    "in the 1820s",
-    "after the fire of 1866",
-    "before the war",
-    "in 1903",
-    "in the 1970s",
-)
-
 
 def _article(title: str, rng: random.Random) -> list[str]:
     """Paragraphs of an article about a town: sections on two topics, each on a few things."""
     year, people = rng.randrange(900, 1800), rng.randrange(400, 90_000)
     lines = [
-        f"{title} is a town in {rng.choice(_COUNTIES)}. It was first mentioned in {year}. "
+        f"{title} is a town in {_phrase(rng, 'counties')}. It was first mentioned in {year}. "
         f"As of the last census it had {people:,} inhabitants."
     ]
     topics = [
-        (TOPICS[name], rng.choice(TOPICS[name].values)) for name in rng.sample(list(TOPICS), k=2)
+        (_TOPICS[name], rng.choice(_TOPICS[name].values)) for name in rng.sample(list(_TOPICS), k=2)
     ]
     for topic, value in topics:
         sentences = []
@@ -314,7 +325,7 @@ def _article(title: str, rng: random.Random) -> list[str]:
                 fact_text = _fact(rng.choice(other_topic.facts), other_value, rng)
                 text = f"{text[:-1]}, and {fact_text[0].lower()}{fact_text[1:]}"
             if rng.random() < 0.4:
-                text = f"{text[:-1]} {rng.choice(_ERAS)}."
+                text = f"{text[:-1]} {_phrase(rng, 'eras')}."
             if rng.random() < 0.15:
                 text = f"In {title}, {text[0].lower()}{text[1:]}"
             sentences.append(text)
@@ -330,7 +341,7 @@ def _fact(frame: str, value: Value, rng: random.Random) -> str:
 
 def _write_wikipedia(folder: Path, rng: random.Random, size: Size) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    titles = [a + b for a in _FIRST for b in _LAST]
+    titles = [a + b for a in _PHRASES["first_syllables"] for b in _PHRASES["last_syllables"]]
     titles += [f"{place} {title}" for place in ("New", "Little", "Great") for title in titles]
     rng.shuffle(titles)
     documents = []

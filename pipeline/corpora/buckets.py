@@ -18,6 +18,7 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.engine.draft import Draft
+from pipeline.storage.prefetch import map_prefetched
 
 _FOLDER = "_buckets"
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -80,9 +81,8 @@ def read(draft: Draft, names: Iterable[str], bucket: int, schema: pa.Schema) -> 
                 tables.append(pa.ipc.open_stream(streams).read_all())
         return tables
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        tables = [table for tables in pool.map(read_file, names) for table in tables]
-        return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+    tables = [table for tables in map_prefetched(read_file, names) for table in tables]
+    return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
 def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) -> None:
@@ -122,6 +122,5 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
 
 def remove(draft: Draft, names: Iterable[str]) -> None:
     """Removes merged files, if they exist."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(lambda name: storage.delete(draft.path(_FOLDER, name)), names):
-            pass
+    for _ in map_prefetched(lambda name: storage.delete(draft.path(_FOLDER, name)), names):
+        pass

@@ -62,13 +62,7 @@ def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:
 
 def articles_of_shards(files: Sequence[str]) -> Articles:
     """The articles of files of the draft, each as its first query leaves it."""
-    return functools.partial(_articles_of_shards, files=files)
-
-
-def _articles_of_shards(
-    draft: Draft, report: ParseReport, files: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-    return _rows(draft, files, "group_id", "response")
+    return lambda draft, _: _rows(draft, files, "group_id", "response")
 
 
 def _choose_others(

@@ -13,7 +13,6 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,13 +37,13 @@ from pipeline.config import BadInput, Stopped, digest, flatten, identity, requir
 from pipeline.engine.records import RecordT, TaskRecord, from_json, to_json
 from pipeline.provenance import git_revision, library_versions
 from pipeline.storage import locks
+from pipeline.storage.prefetch import map_prefetched
 
 RUN = "_run.json"
 """The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""
 ROWS_PER_GROUP = 2048
 """Rows in a row group of Parquet, by default."""
 _TASKS = "_tasks"
-_MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
 _LOCK_EXPIRES_S = 120.0
 _held_locks: dict[str, locks.Lock] = {}
@@ -79,9 +78,8 @@ class FinishedTasks:
     def records(self, tasks: Iterable[str], kind: type[RecordT]) -> dict[str, RecordT]:
         """The records of finished tasks, in their order."""
         names = list(tasks)
-        with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-            records = pool.map(lambda task: self.record(task, kind), names)
-            return dict(zip(names, records, strict=True))
+        records = map_prefetched(lambda task: self.record(task, kind), names)
+        return dict(zip(names, records, strict=True))
 
 
 @dataclass(frozen=True)

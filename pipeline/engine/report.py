@@ -32,31 +32,32 @@ _MAX_TASKS_IN_JSON = 200  # of a stage's tasks, in tasks.json: the slowest
 
 def measured(action: Callable[[], RecordT]) -> RecordT:
     """A task's record, with what the task cost."""
-    _forget_peak_memory()
+    forget_peak_memory()
     began = time.monotonic()
     record = action()
     cost = TaskCost(
         seconds=round(time.monotonic() - began, 3),
         rows=sum(entry["rows"] for entry in record.files) or record.counts.get("records", 0),
         bytes=sum(entry["bytes"] for entry in record.files),
-        peak_memory_bytes=_peak_memory(),
+        peak_memory_bytes=peak_memory(),
         host=socket.gethostname(),
     )
     return dataclasses.replace(record, cost=cost)
 
 
-def _forget_peak_memory() -> None:
-    """A worker process does many tasks: the peak counts from here."""
+def forget_peak_memory() -> None:
+    """The peak of this process, which does one task after another, counts from here; see proc(5)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
+    """The most bytes that this process held, libraries included."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) << 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS, in bytes
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.evaluation.drawn_rows import DrawnRow, draw_places, read_rows
+from pipeline.corpora.drawn_rows import DrawnRow, draw_places, read_rows
 
 CandidateSource = Literal["given", "sampled", "corpus", "blocks", "others"]
 

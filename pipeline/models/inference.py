@@ -9,7 +9,6 @@ tried again. Encoders compute in the ranker's precision; whatever leaves here is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from pipeline.models.int8 import quantise_layers
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.storage.prefetch import map_prefetched
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
@@ -122,13 +122,8 @@ def in_windows(
         rows = tokenise(items)
         yield rows, encode(rows)
         return
-    with ThreadPoolExecutor(1) as pool:
-        futures = [pool.submit(tokenise, window) for window in windows[:1]]
-        for number in range(len(windows)):
-            rows = futures.pop().result()
-            if number + 1 < len(windows):
-                futures.append(pool.submit(tokenise, windows[number + 1]))
-            yield rows, encode(rows)
+    for rows in map_prefetched(tokenise, windows, threads=1, most_waiting=2):
+        yield rows, encode(rows)
 
 
 def row_vectors(

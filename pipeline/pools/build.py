@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -75,8 +74,7 @@ def _write_together(
     draft: Draft, files: Mapping[str, bytes | pa.Buffer], rows: int
 ) -> list[FileEntry]:
     """Writes the files at the same time, because an object store answers each after 20 to 100 ms."""
-    with ThreadPoolExecutor(len(files)) as pool:
-        return list(pool.map(lambda name: draft.write_file(name, files[name], rows), files))
+    return list(map_prefetched(lambda name: draft.write_file(name, files[name], rows), files))
 
 
 def read_shard(draft: Draft, name: str) -> tuple[pa.Table, Layer]:
@@ -165,6 +163,5 @@ def _read_vectors(draft: Draft, name: str, array_file: str = "") -> tuple[Layer,
         return npy.from_bytes(storage.read_bytes(draft.path(file)))
 
     files = [f"vectors/{name}.npy", f"norms/{name}.npy", *([array_file] if array_file else [])]
-    with ThreadPoolExecutor(len(files)) as pool:
-        matrix, norms, *arrays = pool.map(load, files)
+    matrix, norms, *arrays = map_prefetched(load, files)
     return Layer(matrix, norms), arrays[0] if arrays else np.empty(0, np.float32)

@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from pipeline.engine.run import run_tasks
 from pipeline.pools.changes import RowSet
 from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.storage import npy
+from pipeline.storage.prefetch import map_prefetched
 
 TEXT_KEY, CONTENT_KEY, ID_KEY, BYTES = range(4)
 _TEXT, _ID, _CONTEXT = "embed.text_column", "embed.id_column", "embed.context_column"
@@ -114,14 +114,13 @@ def stage(
     if table.context_column:
         tasks["file-00000"] = [(uri, None) for uri in files]
         return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
-    with ThreadPoolExecutor(16) as pool:
-        groups_of_files = pool.map(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
-        for number, (uri, groups) in enumerate(zip(files, groups_of_files, strict=True)):
-            if len(groups) < 2:
-                tasks[f"file-{number:05d}"] = [(uri, None)]
-            for index, group in enumerate(groups if len(groups) > 1 else ()):
-                piece = (uri, (group.first, group.end, group.rows_before))
-                tasks[f"file-{number:05d}-{index:04d}"] = [piece]
+    groups_of_files = map_prefetched(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
+    for number, (uri, groups) in enumerate(zip(files, groups_of_files, strict=True)):
+        if len(groups) < 2:
+            tasks[f"file-{number:05d}"] = [(uri, None)]
+        for index, group in enumerate(groups if len(groups) > 1 else ()):
+            piece = (uri, (group.first, group.end, group.rows_before))
+            tasks[f"file-{number:05d}-{index:04d}"] = [piece]
     return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -146,7 +145,7 @@ def _executor(*kinds: Files) -> AbstractContextManager[object]:
 def _decide(
     draft: Draft, plan: str, _: str, rows: PlanInput, query: TextQuery
 ) -> CandidateDecisions:
-    with _database() as db:
+    with _database(is_small(rows.candidates, rows.before, rows.source)) as db:
         _read(db, "candidates", lambda part: _keys_of_part(draft, part), rows.candidates)
         _read(db, "before", _published_keys, rows.before)
         _read(db, "source", _published_keys, rows.source)
@@ -194,15 +193,18 @@ def _decide(
 def _compare(
     draft: Draft, task: str, _: str, rows: Files, before: Files, same_columns: bool
 ) -> _ChangesRecord:
-    with _database() as db:
+    with _database(is_small(rows, before)) as db:
         _read(db, "after", _published_keys, rows)
         _read(db, "before", _published_keys, before)
         return _ChangesRecord(changes=_count_changes(db, "after", same_columns, before))
 
 
 @contextmanager
-def _database() -> Iterator[Database]:
-    """A database in a folder of its own, which is removed at the end. It downloads nothing."""
+def _database(in_memory: bool) -> Iterator[Database]:
+    """A database in memory, or in a file: that one waits for the disk after each statement.
+
+    Its folder is removed at the end. It downloads nothing.
+    """
     with tempfile.TemporaryDirectory(prefix="polyrank-plan-") as folder:
         settings: dict[str, str | bool | int | float | list[str]] = {
             "memory_limit": _MEMORY,
@@ -211,7 +213,8 @@ def _database() -> Iterator[Database]:
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         }
-        with duckdb.connect(Path(folder) / "plan.duckdb", config=settings) as db:
+        file = ":memory:" if in_memory else f"{folder}/plan.duckdb"
+        with duckdb.connect(file, config=settings) as db:
             db.execute("SET enable_progress_bar = false")  # the task has a bar
             yield db
 

@@ -6,7 +6,6 @@ A local file is published by a rename and an object by its upload, so nobody see
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import os
 import posixpath
@@ -428,10 +427,6 @@ def upload(folder: Path, uri: str) -> None:
 
     for _ in map_prefetched(copy, files):
         pass
-
-
-def file_digest(data: bytes | pa.Buffer) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def walk_json(uri: str) -> Iterator[str]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pipeline import storage
 from pipeline.config import Stopped
+from pipeline.storage.prefetch import map_prefetched
 
 _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 1 << 24
-_FILES_AT_ONCE = 16
 
 
 def raw_fingerprint(
@@ -29,12 +28,11 @@ def raw_fingerprint(
     files, and no time.
     """
     total = hashlib.sha256()
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        sorted_uris = sorted(uris, key=input_name)
-        for text in pool.map(
-            lambda uri: f"{input_name(uri)} {_describe_contents(uri, whole)}", sorted_uris
-        ):
-            total.update(text.encode())
+    for text in map_prefetched(
+        lambda uri: f"{input_name(uri)} {_describe_contents(uri, whole)}",
+        sorted(uris, key=input_name),
+    ):
+        total.update(text.encode())
     return total.hexdigest()
 
 
@@ -52,8 +50,7 @@ class Stamps:
             info = filesystem.get_file_info(path)
             return int(info.size or 0), info.mtime_ns
 
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            return cls(dict(zip(uris, pool.map(stamp, uris), strict=True)))
+        return cls(dict(zip(uris, map_prefetched(stamp, uris), strict=True)))
 
     def check(self, option: str, staging: str) -> None:
         """Raises Stopped, naming the first file that has changed, and removes what was made of it."""

@@ -2,6 +2,7 @@
 
     <cache>/3f…/          the files of one version of one folder
     <cache>/3f….lock      held while it is downloaded: the other processes wait instead of downloading too
+    <cache>/room.lock     held while room is made for a download, and its files get their sizes
     <cache>/3f….used      held (shared) by every process that uses it; its time is that of the last use
 
 The cache lies in POLYRANK_CACHE (by default in the temporary folder) and takes POLYRANK_CACHE_GIB (by default
@@ -18,9 +19,9 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from pipeline import storage
 from pipeline.config import require
 from pipeline.storage.failures import with_retries
 
+_ROOM = "room.lock"
 _RANGE_BYTES = 16 << 20
 _RANGES_AT_ONCE = 16  # a stream from S3 brings some 80 MB/s, a node's network 1 to 10 GB/s
 
@@ -47,11 +49,18 @@ _counting = threading.Lock()
 _collected: ContextVar[list[Path] | None] = ContextVar("collected uses", default=None)
 
 
-def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
+def local_folder(
+    uri: str,
+    version: str,
+    only: Collection[str] | None = None,
+    is_whole: Callable[[Path], bool] = Path.exists,
+) -> Path:
     """A local folder with the files of `uri`: itself if it is local, else a cached copy.
 
     `version` names the contents (a fingerprint), so that a copy is never taken for another version.
     `only`: the paths below `uri` that the copy needs; None: all. Copies of different parts are different.
+    `is_whole`: whether a copy has its files; one that has not is made again. It is asked under the copy's
+    lock: of two that find a damaged copy, the second would delete what the first has made.
     """
     if storage.is_local(uri):
         return Path(storage.locate(uri)[1])
@@ -61,8 +70,9 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     _use(folder)
     try:
-        with _download_lock(folder):
-            if not folder.exists():
+        with _locked(folder.with_suffix(".lock")):
+            if not is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
                 _download_version(uri, folder, only)
     except BaseException:
         release(folder)  # the caller has got no folder to release
@@ -72,15 +82,18 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
 
 def _download_version(uri: str, folder: Path, only: Collection[str] | None) -> None:
     """Makes the cached copy `folder`, which appears when it is complete."""
-    sizes = storage.sizes_below(uri)
-    needed_bytes = sum(size for path, size in sizes.items() if only is None or path in only)
-    for leftover in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 32}"):  # of a killed process
+    cache = folder.parent
+    for leftover in _partial_folders(folder):  # of a killed process
         shutil.rmtree(leftover)
-    _make_room(folder.parent, needed_bytes)
-    partial_folder = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    partial_folder = _partial_folder(folder)
     try:
-        download(uri, partial_folder, only)
-        partial_folder.rename(folder)
+        sizes = _sizes(uri, only)
+        with _locked(cache / _ROOM):
+            _make_room(cache, sum(sizes.values()))
+            _lay_out(partial_folder, sizes)
+        _fill(uri, partial_folder, sizes)
+        with _locked(cache / _ROOM):
+            partial_folder.rename(folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
@@ -90,21 +103,37 @@ def download(uri: str, folder: Path, only: Collection[str] | None = None) -> Non
     """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time.
 
     `only`: the paths below `uri` that are copied; None: all."""
+    sizes = _sizes(uri, only)
+    _lay_out(folder, sizes)
+    _fill(uri, folder, sizes)
+
+
+def _sizes(uri: str, only: Collection[str] | None) -> dict[str, int]:
+    """Bytes of each file that is copied, by its path."""
+    return {
+        name: size
+        for name, size in storage.sizes_below(uri).items()
+        if not storage.is_hidden(name) and (only is None or name in only)
+    }
+
+
+def _lay_out(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Makes the files with their sizes, and without their contents."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = storage.sizes_below(uri)
-    names = [
-        name for name in sizes if not storage.is_hidden(name) and (only is None or name in only)
-    ]
+    for name, size in sizes.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, size)
+
+
+def _fill(uri: str, folder: Path, sizes: Mapping[str, int]) -> None:
     with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
-        futures = []
-        for name in names:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            os.truncate(path, sizes[name])
-            for start in range(0, sizes[name], _RANGE_BYTES):
-                length = min(_RANGE_BYTES, sizes[name] - start)
-                futures.append(pool.submit(_copy, storage.join(uri, name), path, start, length))
+        futures = [
+            pool.submit(_copy, storage.join(uri, name), folder / name, start, min(_RANGE_BYTES, size - start))
+            for name, size in sizes.items()
+            for start in range(0, size, _RANGE_BYTES)
+        ]  # fmt: skip
         for future in futures:
             future.result()
 
@@ -170,20 +199,24 @@ def collect_uses() -> Iterator[list[Path]]:
 
 
 @contextmanager
-def _download_lock(folder: Path) -> Iterator[None]:
-    """Waits for other processes of the node that download the folder; one that dies lets go."""
-    with folder.with_suffix(".lock").open("w") as stream:
+def _locked(file: Path) -> Iterator[None]:
+    """Waits for other processes of the node that hold this lock; one that dies lets go."""
+    with file.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
 def _make_room(cache: Path, needed_bytes: int) -> None:
-    """Removes unused folders, the longest unused first, until the others and `needed_bytes` fit."""
+    """Removes unused folders, the longest unused first, until the others and `needed_bytes` fit.
+
+    Called with the lock `_ROOM`: of two that look at one time, each would remove a folder for the other's.
+    """
     limit = _limit(cache)
     marks = sorted(cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
-    sizes = {mark.stem: _size(cache / mark.stem) for mark in marks}
-    cached_bytes = sum(sizes.values())
-    for mark in marks:
+    folders = [mark.with_suffix("") for mark in marks]
+    sizes = [sum(map(_size, [folder, *_partial_folders(folder)])) for folder in folders]
+    cached_bytes = sum(sizes)
+    for mark, folder, size in zip(marks, folders, sizes, strict=True):
         if cached_bytes + needed_bytes <= limit:
             return
         with mark.open("rb") as stream:
@@ -191,11 +224,20 @@ def _make_room(cache: Path, needed_bytes: int) -> None:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            removed_folder = mark.with_suffix(f".{uuid.uuid4().hex}")
-            if mark.with_suffix("").exists():
-                mark.with_suffix("").rename(removed_folder)
-                shutil.rmtree(removed_folder)
-                cached_bytes -= sizes[mark.stem]
+            if folder.exists():  # renamed first, so that nobody finds a part of it
+                folder.rename(_partial_folder(folder))
+            for leftover in _partial_folders(folder):
+                shutil.rmtree(leftover)
+            cached_bytes -= size
+
+
+def _partial_folder(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+
+
+def _partial_folders(folder: Path) -> list[Path]:
+    """What processes download for a folder, and what killed ones have left."""
+    return list(folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 32}"))
 
 
 def _limit(cache: Path) -> float:
@@ -210,4 +252,9 @@ def _limit(cache: Path) -> float:
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Bytes of the files. Where a download has failed, they are removed meanwhile."""
+    sizes = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            sizes += file.stat().st_size
+    return sizes

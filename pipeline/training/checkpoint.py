@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, flatten, to_dict
+from pipeline.config import BadInput, defaults_of, flatten, to_dict
 from pipeline.storage import node_cache
 from pipeline.training.settings import TRAINING_STATE
 
@@ -290,6 +290,7 @@ def require_same_run(
     message.
     """
     earlier_settings, settings = flatten(earlier.manifest["config"]), flatten(to_dict(config))
+    defaults = flatten(defaults_of(config))
     earlier_inputs = earlier.manifest["inputs"].items()
     for name, fingerprints in inputs.items():
         settings[name] = list(fingerprints)
@@ -298,7 +299,8 @@ def require_same_run(
         ]
     for name, value in settings.items():
         is_fixed = name.startswith((*_FIXED, *fixed)) and name not in may_change
-        earlier_value = earlier_settings.get(name, value)
+        # A version of polyrank without the setting worked as its default does.
+        earlier_value = earlier_settings.get(name, defaults.get(name, value))
         if is_fixed and earlier_value != value:
             raise BadInput(f"--continue-from {earlier.uri}: {name} is {earlier_value!r} there, {value!r} "
                            f"here; allowed: as there, or {otherwise}")  # fmt: skip

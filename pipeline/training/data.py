@@ -36,6 +36,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
+from pipeline.storage.prefetch import map_prefetched
 from pipeline.training.guide import Guide, GuideRows, GuideVectors
 from pipeline.training.loop import derived_seed
 from pipeline.training.settings import Taught
@@ -94,8 +95,7 @@ class Rows:
         files = [storage.join(corpus.uri, path) for path in paths if path not in excluded]
         if not files:
             raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
-        with ThreadPoolExecutor(16) as pool:  # of thousands of files, from an object store
-            rows = list(pool.map(_rows_of_groups, files))
+        rows = map_prefetched(_rows_of_groups, files)
         return cls(tuple(zip(files, rows, strict=True)), tuple(columns), rank, world, seed)
 
     @property

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
-import resource
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +32,7 @@ from pipeline.config import BadInput, Stopped, Terminated
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
 from pipeline.engine.messages import event, listening
+from pipeline.engine.report import forget_peak_memory, peak_memory
 from pipeline.engine.resources import best_device, cpus_each
 from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
@@ -459,21 +458,17 @@ class Pace:
         self._device = device
         self._first_step = self._last_step = step
         self._seconds = 0.0
-        # Ray gives a process to one task after another.
+        forget_peak_memory()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with suppress(OSError):  # Linux only; see proc(5)
-            Path("/proc/self/clear_refs").write_text("5")
 
     def measure(self, progress: Progress) -> dict[str, float]:
         """`mean_steps_per_s`: without validations and checkpoints. `peak_memory_mib`: with them; of a GPU's
         tensors, or on a CPU of the whole process, libraries included."""
         self._seconds += (progress.step - self._last_step) / progress.metrics["steps_per_s"]
         self._last_step = progress.step
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-        if self._device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        on_gpu = self._device.type == "cuda"
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) if on_gpu else peak_memory()
         return {
             "mean_steps_per_s": (self._last_step - self._first_step) / self._seconds,
             "peak_memory_mib": peak_bytes / 2**20,

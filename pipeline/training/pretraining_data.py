@@ -31,14 +31,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipeline.arrays import Bools, Floats, Ints, Keys
+from pipeline.arrays import GOLDEN, Bools, Floats, Ints, Keys, mix
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.data import Epoch, Rows, TensorBatch, prefetch
 from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TOKEN = np.uint64(0xD1342543DE82EF95)
 # What a hash decides: a token's mask, what stands in its place, whether a pair is random, whose response it
 # gets, the corpus of a micro-batch, a response's masks where it is a row of its own.
@@ -54,17 +53,10 @@ _VALIDATION_GROUPS = 64  # row groups that validation reads at most: a million r
 # Hashes
 
 
-def hash_keys(keys: Keys) -> Keys:
-    """The output function of the splitmix64 generator (Steele et al., 2014): well-mixed 64 bits."""
-    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
 def derive_keys(keys: Keys, numbers: int | Ints) -> Keys:
     """Keys of their own for each number; those of consecutive numbers are independent."""
     counters: Keys = (np.atleast_1d(np.asarray(numbers)) + 1).astype(np.uint64)
-    return hash_keys(keys + counters * _GOLDEN)
+    return mix(keys + counters * GOLDEN)
 
 
 def key_of(*numbers: int) -> Keys:
@@ -113,9 +105,7 @@ class Texts:
         ends = np.cumsum(lengths)
         places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
         tokens = self.ids_F[np.repeat(self.starts_R[rows], lengths) + places]
-        keys = hash_keys(
-            tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * _GOLDEN
-        )
+        keys = mix(tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * GOLDEN)
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
         fingerprints: Keys = sums[ends] - sums[ends - lengths]
         return fingerprints

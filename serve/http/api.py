@@ -5,12 +5,11 @@ The other formats that clients speak are in `wire.py`, the errors in `errors.py`
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
@@ -21,36 +20,37 @@ from torch import Tensor
 
 from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
-from serve.http import errors, wire
+from serve.batcher import all_of
+from serve.engine import Engine
+from serve.http import bodies, errors, wire
 from serve.http.bearer_tokens import BearerTokens
-from serve.http.bodies import ClassifyRequest, Health, PoolVersion, RankRequest, RankResponse
 from serve.http.errors import error_responses
-from serve.http.guard import MODEL, Guard, ModelAnswer, name_engine
+from serve.http.guard import MODEL, Guard, RecordAnswer, work_of
 from serve.http.json_answers import json_answer, json_list
 from serve.limits import MAX_REQUESTS, Limits
-from serve.refusals import REFUSALS, Refusal, require_at_most
+from serve.refusals import REFUSALS, Refusal
 from serve.service import RankAnswer, Service
 
 _COMPRESSED_BYTES = 16_384  # of a smaller answer compression costs more than it saves
 
 
 def create_app(
-    service: Service | None,
+    service: Service,
     limits: Limits | None = None,
     tokens: BearerTokens | None = None,
     origins: Sequence[str] = (),
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
-    record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
+    record_answer: RecordAnswer = lambda *answer: None,
     record_error: Callable[[int], None] = lambda status: None,
     names: Sequence[str] = (),
     playground_opens: Literal["dialogue", "query", "none"] = "dialogue",
     echoes_request_id: bool = True,
 ) -> FastAPI:
-    """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
-    the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
-    the status of each error. `names`: those by which a request may name the model, beside its
-    fingerprint. `echoes_request_id`: as of `Guard`."""
+    """The application for a service. `state`: more fields for /info, about the versions. `close` is called at
+    the end. For metrics: `record_answer`, and `record_error`, which takes the status of each error. `names`:
+    those by which a request may name the model, beside its fingerprint. `echoes_request_id`: as of `Guard`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,17 +67,15 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    limits = limits or Limits()
-    errors.install(app, limits)
-    refusal = service.batcher.refusal if service else lambda deadline: None
+    errors.install(app)
     # The one that is added last comes first: what the guard refuses reaches no other.
     # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(
         Guard,
-        limits=limits,
-        tokens=tokens,
-        refusal=refusal,
+        limits=limits or Limits(),
+        tokens=tokens or BearerTokens(),
+        refusal=service.batcher.refusal,
         record_answer=record_answer,
         record_error=record_error,
         echoes_request_id=echoes_request_id,
@@ -91,44 +89,30 @@ def create_app(
             expose_headers=["x-request-id", "retry-after", MODEL],
         )
 
-    def require_service() -> Service:
-        if service is None:
-            raise Refusal("not_ready", retry_after_s=1.0)
-        return service
-
     @app.post(
         "/rank",
         responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"),
-        response_model=RankResponse | list[RankResponse],
+        response_model=bodies.RankResponse | list[bodies.RankResponse],
     )
     async def rank(
         body: Annotated[
-            Annotated[RankRequest, Tag("<object>")]
+            Annotated[bodies.RankRequest, Tag("<object>")]
             | Annotated[
-                list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS), Tag("<list>")
+                list[bodies.RankRequest],
+                Field(min_length=1, max_length=MAX_REQUESTS),
+                bodies.at_most("requests"),
+                Tag("<list>"),
             ],
             Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
         ],
         request: Request,
     ) -> Response:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
-        ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.choose_engine())
-        deadline: float = request.state.deadline
+        work, began = work_of(request, service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
-        for each in ranking_requests:
-            each.check_limits(limits)
-        require_at_most(limits, "body", len(ranking_requests), "requests")
-        with ranker.batcher.one_request():
-            rankings = [
-                asyncio.ensure_future(ranker.rank(each.query(), deadline, engine))
-                for each in ranking_requests
-            ]
-        try:
-            answers = await asyncio.gather(*rankings)
-        finally:
-            for ranking in rankings:  # after a refusal nobody waits for the others
-                ranking.cancel()
+        answers = await all_of(*(work.rank(each.query()) for each in ranking_requests))
+        for answer in answers:
+            service.record_ranking(answer)
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
@@ -141,13 +125,10 @@ def create_app(
         responses=error_responses(*REFUSALS, "no_classifier"),
         response_model=ClassifyResponse,
     )
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
+    async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
-        require_at_most(limits, "texts", len(body.texts))
-        require_at_most(limits, "top_k", body.top_k, "top_k")
-        ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.choose_engine())
-        intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
+        work, began = work_of(request, service), time.monotonic()
+        intents, classified = await work.classify(body.texts)
         milliseconds = round(1000 * (time.monotonic() - began), 3)
 
         def response() -> ClassifyResponse:
@@ -165,23 +146,23 @@ def create_app(
         return await json_answer(response, 2 * most_intents * len(body.texts))
 
     @app.get("/health")
-    async def health() -> Health:
+    async def health() -> bodies.Health:
         """Whether the process answers. It does not wait for rankings."""
-        return Health(status="ok")
+        return bodies.Health(status="ok")
 
     @app.get("/ready", responses=error_responses("not_ready"))
-    async def ready() -> Health:
+    async def ready() -> bodies.Health:
         """Whether a model is loaded and computes."""
-        if await require_service().problem():
+        if await service.problem():
             raise Refusal("not_ready", retry_after_s=1.0)
-        return Health(status="ok")
+        return bodies.Health(status="ok")
 
     @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**require_service().champion.info(), **state()}
+        return {**service.champion().info(), **state()}
 
-    wire.add_routes(app, require_service, limits, names)
+    wire.add_routes(app, service, names)
     if playground_opens != "none":  # last, as routes are tried in their order
         playground.install(app, playground_opens)
     return app
@@ -194,7 +175,7 @@ def _values(answer: RankAnswer) -> int:
     return 10 * len(answer.results) + weights
 
 
-def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
+def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
     explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
@@ -203,9 +184,11 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
         explanation = Explanation(tokens, _rounded(attention_MT))
     if answer.pool:
         missing = list(answer.missing_shards)
-        pool = PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
+        pool = bodies.PoolVersion(
+            name=answer.pool, version=answer.pool_version, missing_shards=missing
+        )
     known_contexts = answer.known_contexts or [None] * len(answer.results)
-    return RankResponse(
+    return bodies.RankResponse(
         results=[
             Result(result.id, result.text, result.score, dict(result.columns), known_context, row)
             for result, known_context, row in zip(
@@ -228,5 +211,15 @@ def _rounded(weights: Tensor) -> list[list[float]]:
     return rows
 
 
+def interface() -> dict[str, Any]:
+    """The content of openapi.json."""
+
+    def no_engine() -> Engine:
+        raise Refusal("not_ready")
+
+    with closing(Service(no_engine, max_wait_s=1.0)) as service:
+        return create_app(service).openapi()
+
+
 if __name__ == "__main__":
-    print(json.dumps(create_app(None).openapi(), indent=1))
+    print(json.dumps(interface(), indent=1))

@@ -32,11 +32,8 @@ class BearerTokens:
     def __init__(self, hashes: Sequence[str] = (), file: Path | None = None) -> None:
         """Raises BadInput for a hash that is none, and for a file that cannot be used."""
         self._senders, self._file = _parse(" ".join(hashes), HASHES), file
-        self._senders_of_file: dict[str, str] = {}
-        self._version: tuple[int, ...] | None = None
-        if file is not None:
-            self._version = _version(file)
-            self._senders_of_file = _read(file)
+        self._version = _version(file) if file else None
+        self._senders_of_file = _read(file) if file else {}
 
     @classmethod
     def of_environment(cls) -> BearerTokens:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,12 +19,15 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from serve.answers import Explanation, Result
-from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS, Limits
-from serve.masks import RowFilter
-from serve.refusals import require_at_most
+from serve.limits import LIMITS, MAX_CANDIDATES, MAX_POOL_NAME, MAX_TOP_K, MAX_TURNS
+from serve.pools import RowFilter
 from serve.service import CandidateText, RankQuery
+
+_SHOWN_DIGITS = 200  # of a number in a message
+ItemT = TypeVar("ItemT")
 
 # Fields
 
@@ -50,13 +53,29 @@ def _number(value: Any) -> Any:
     return value
 
 
+def at_most(limit: str) -> BeforeValidator:
+    """Refuses a list with more items than this limit of the operator's, whose items are not read then, and a
+    number above it. Bounds of the interface must stand before it, or OpenAPI does not show them."""
+
+    def check(value: Any) -> Any:
+        count, most = len(value) if isinstance(value, list) else value, getattr(LIMITS.get(), limit)
+        if isinstance(count, (int, float)) and count > most:
+            facts = {"count": f"{count:,}"[:_SHOWN_DIGITS], "most": most, "limit": limit}
+            message = "{count} are not allowed; allowed: at most {most} (limits.{limit})"
+            raise PydanticCustomError("too_many", message, facts)
+        return value
+
+    return BeforeValidator(check)
+
+
 FilledText = Annotated[
     StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
 ]
 Text = Annotated[StrictStr, AfterValidator(_encodable)]
-Integer = Annotated[int, BeforeValidator(_number)]
-# The bound must stand before the validator, or OpenAPI does not show it.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K), BeforeValidator(_number), at_most("top_k")]
+Ids = Annotated[list[Text], Field(max_length=MAX_CANDIDATES), at_most("candidates")]
+Many = Annotated[list[ItemT], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")]
 Dimensions = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 
 
@@ -95,24 +114,18 @@ class RankRequest(Strict):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
         Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
     ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: list[GivenCandidate] | None = Field(
-        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
-    )
+    candidates: Many[GivenCandidate] | None = Field(default=None, description="The texts to rank.")
     pool: StrictStr | None = Field(
         default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
     )
-    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
+    top_k: TopK = Field(default=10, description="Most results.")
     where: dict[str, list[Text]] | None = Field(
         default=None,
         max_length=10,
         description="With a pool: its columns, and the values that a row may have there.",
     )
-    allow: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
-    )
-    deny: list[Text] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
-    )
+    allow: Ids | None = Field(default=None, description="With a pool: the only ids that count.")
+    deny: Ids | None = Field(default=None, description="With a pool: ids that do not count.")
     explain: StrictBool = Field(
         default=False,
         description="Say which tokens the context's vectors attend to, and how much each vector counts in "
@@ -133,12 +146,6 @@ class RankRequest(Strict):
     @property
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
-
-    def check_limits(self, limits: Limits) -> None:
-        """Raises Refusal if it asks for more than the service allows."""
-        for name in ("candidates", "allow", "deny"):
-            require_at_most(limits, name, len(getattr(self, name) or ()))
-        require_at_most(limits, "top_k", self.top_k, "top_k")
 
     def query(self) -> RankQuery:
         candidates = None
@@ -187,8 +194,8 @@ class RankResponse(BaseModel):
 class ClassifyRequest(Strict):
     """Texts with one intent each, such as customers' messages."""
 
-    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
+    texts: Many[FilledText]
+    top_k: TopK = Field(default=3, description="Most intents of each text.")
 
 
 class Health(BaseModel):
@@ -216,9 +223,10 @@ class Document(BaseModel):
     text: FilledText
 
 
-_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
-_Items = Annotated[list[FilledText | Document], Field(min_length=1, max_length=MAX_CANDIDATES)]
-Texts = Annotated[_TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _Items)]
+Texts = Annotated[
+    Many[FilledText],
+    BeforeValidator(_as_list, json_schema_input_type=FilledText | Many[FilledText | Document]),
+]
 """A single text means a list of one. Clients of Jina send objects with a text."""
 
 
@@ -238,9 +246,6 @@ Truncate = Annotated[
         "end is left out; of a query, which is a context, its beginning."
     ),
 ]
-_DIMENSIONS = (
-    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka). 0: all."
-)
 
 
 class _Truncating(BaseModel):
@@ -258,7 +263,7 @@ class TextsRerank(_Truncating):
     """A rerank request in TEI's format."""
 
     query: FilledText
-    texts: _TextList
+    texts: Many[FilledText]
     raw_scores: StrictBool | None = False
     return_text: StrictBool | None = False
     truncation_direction: Literal["right", "Right", None] = "right"
@@ -279,7 +284,7 @@ class DocumentsRerank(_ForModel, _Truncating):
     rank_fields: list[Literal["text"]] | None = Field(
         default=None, description="Fields of a document to read."
     )
-    documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
+    documents: Many[GivenDocument]
     top_n: Count | None = Field(default=None, description="Most results; by default all.")
     top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
     return_documents: StrictBool | None = None
@@ -303,7 +308,11 @@ class _ToEmbed(_Truncating):
     task: Literal["retrieval.query", "retrieval.passage"] | None = Field(
         default=None, description="retrieval.query: the same for clients of Jina."
     )
-    dimensions: Dimensions | None = Field(default=None, description=_DIMENSIONS)
+    dimensions: Dimensions | None = Field(
+        default=None,
+        description="Keep the first dimensions only; sensible only for a model trained for it "
+        "(matryoshka). 0: all.",
+    )
     output_dimension: Dimensions | None = Field(
         default=None, description="The same for clients of Voyage and Cohere."
     )
@@ -354,7 +363,7 @@ class Sentences(BaseModel):
     """A sentence, and those to compare with it."""
 
     source_sentence: FilledText
-    sentences: _TextList
+    sentences: Many[FilledText]
 
 
 class SimilarityRequest(BaseModel):

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
-from serve.limits import MAX_CANDIDATES, MAX_TOP_K, Limits
-from serve.refusals import CODES, Refusal, too_many
+from serve.refusals import CODES, Refusal
 
 _SHOWN_CHARACTERS = 200  # of a client's input in an error message
 
@@ -59,7 +58,7 @@ def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def install(app: FastAPI, limits: Limits) -> None:
+def install(app: FastAPI) -> None:
     """Makes the application answer in this format; `Guard` answers for exceptions that are not expected."""
 
     @app.exception_handler(Refusal)
@@ -72,7 +71,7 @@ def install(app: FastAPI, limits: Limits) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        return response(_refusal_of_body(error.errors()[0], limits))
+        return response(_refusal_of_body(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
@@ -91,7 +90,7 @@ def install(app: FastAPI, limits: Limits) -> None:
         return response(Refusal(code, message), error.headers)
 
 
-def _refusal_of_body(problem: Mapping[str, Any], limits: Limits) -> Refusal:
+def _refusal_of_body(problem: Mapping[str, Any]) -> Refusal:
     """The refusal that tells one of pydantic's errors."""
     if problem["type"] == "json_invalid":
         fault, place = problem.get("ctx", {}).get("error", ""), problem["loc"][-1]
@@ -99,28 +98,12 @@ def _refusal_of_body(problem: Mapping[str, Any], limits: Limits) -> Refusal:
     # Parts in <> name the type that a value was read as; they are not fields.
     place = [_shortened(part) for part in problem["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if limit := _exceeded_limit(problem, bool(place)):
-        count = problem["ctx"].get("actual_length", problem["input"])
-        return too_many(limits, ".".join(place) or "body", _shortened(f"{count:,}"), limit)
-    if place:
-        field = ".".join(place)
+    if place or problem["type"] == "too_many":
+        field = ".".join(place) or "body"
         return Refusal("invalid_request", f"{field}: {message}", field)
     # A rule over several fields names them.
     message = message if problem["type"] == "value_error" else f"body: {message}"
     return Refusal("invalid_request", message)
-
-
-def _exceeded_limit(problem: Mapping[str, Any], is_in_field: bool) -> str:
-    """The operator's limit that holds where pydantic names the interface's, which no operator may exceed."""
-    context = problem.get("ctx", {})
-    match problem["type"], context.get("max_length", context.get("le")):
-        case "too_long", _ if not is_in_field:
-            return "requests"
-        case "too_long", bound if bound == MAX_CANDIDATES:
-            return "candidates"
-        case "less_than_equal", bound if bound == MAX_TOP_K:
-            return "top_k"
-    return ""
 
 
 def _shortened(text: object) -> str:

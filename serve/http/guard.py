@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cachetools import TTLCache
@@ -31,8 +31,9 @@ from serve.batcher import SENDER, lower_priority
 from serve.engine import Engine
 from serve.http import errors
 from serve.http.bearer_tokens import BearerTokens
-from serve.limits import MAX_TIMEOUT_MS, Limits
+from serve.limits import LIMITS, MAX_TIMEOUT_MS, Limits
 from serve.refusals import Refusal
+from serve.service import Service, Work
 
 TIMEOUT = "x-timeout-ms"
 MODEL = "x-polyrank-model"
@@ -55,24 +56,18 @@ _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
-class ModelAnswer(NamedTuple):
-    """A model's answer to a request, or its failure."""
-
-    model: str
-    """Fingerprint."""
-    route: str
-    status: int
-    """499: the client was gone before."""
-    seconds: float
-    """From the moment that the request was read."""
+RecordAnswer = Callable[[str, str, int, float], None]
+"""Records a model's answer to a request, or its failure: the model's fingerprint, the route, the HTTP status
+(499: the client was gone before) and the seconds since the request was read."""
 
 
-def name_engine(request: Request, engine: Engine) -> Engine:
-    """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
+def work_of(request: Request, service: Service, engine: Engine | None = None) -> Work:
+    """The work of a request. Notes its engine before it begins: a refusal then names the model, too."""
     state = request.state
-    state.model, state.route = engine.model.fingerprint, request.scope["route"].path
+    work = service.work(state.deadline, engine)
+    state.model, state.route = work.engine.model.fingerprint, request.scope["route"].path
     tracing.tag(model=state.model, request_id=state.request_id)
-    return engine
+    return work
 
 
 class Guard:
@@ -81,25 +76,24 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits | None = None,
-        tokens: BearerTokens | None = None,
-        refusal: Callable[[float], Refusal | None] = lambda deadline: None,
-        record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
-        record_error: Callable[[int], None] = lambda status: None,
-        echoes_request_id: bool = True,
+        limits: Limits,
+        tokens: BearerTokens,
+        refusal: Callable[[float], Refusal | None],
+        record_answer: RecordAnswer,
+        record_error: Callable[[int], None],
+        echoes_request_id: bool,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
         For metrics: `record_answer`, and `record_error`, which takes the status of each error.
         `echoes_request_id`: false where the server, as Ray Serve's, adds a request's id to its answer.
         """
-        self._app, self._limits = app, limits or Limits()
-        self._tokens = tokens or BearerTokens()
-        self._refusal = refusal
+        self._app, self._limits, self._tokens, self._refusal = app, limits, tokens, refusal
         self._record_answer, self._record_error = record_answer, record_error
         self._echoes_request_id = echoes_request_id
         self._held_bytes = 0  # of the bodies of all requests
         # Of a sender: (requests saved up, when). One that has asked for nothing since is as a new one.
-        self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, _SAVED_S, time.monotonic)
+        seconds = max(_SAVED_S, 1 / (limits.requests_per_s or 1))
+        self._rates = TTLCache[str, tuple[float, float]](_MOST_SENDERS, seconds, time.monotonic)
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,6 +117,7 @@ class Guard:
         try:
             sender = self._check_token(scope, headers)
             SENDER.set(sender)
+            LIMITS.set(self._limits)
             if scope["method"] in _METHODS_WITH_BODY:
                 self._check_rate(sender, began)
             state["deadline"] = began + self._timeout_s(headers)
@@ -148,9 +143,7 @@ class Guard:
         finally:
             if "model" in state:
                 seconds = time.monotonic() - read_at
-                self._record_answer(
-                    ModelAnswer(state["model"], state["route"], answer.status, seconds)
-                )
+                self._record_answer(state["model"], state["route"], answer.status, seconds)
         if answer.status >= 400:
             self._record_error(answer.status)
         _access.info(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -34,163 +34,140 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
-from serve.engine import Engine
-from serve.http.bodies import (
-    AnyRerank,
-    ApiVersion,
-    Document,
-    DocumentScore,
-    DocumentsRerank,
-    Embedding,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    EmbedRequest,
-    HuggingFaceRequest,
-    Meta,
-    ModelCard,
-    ModelList,
-    RerankResponse,
-    SimilarityRequest,
-    TextScore,
-    Usage,
-    VoyageScore,
-)
+from serve.http import bodies
 from serve.http.errors import error_responses
-from serve.http.guard import name_engine
+from serve.http.guard import work_of
 from serve.http.json_answers import json_answer
-from serve.limits import Limits
-from serve.refusals import REFUSALS, Refusal, require_at_most
-from serve.service import Service
+from serve.refusals import REFUSALS, Refusal
+from serve.service import Service, Work
 
 
-def add_routes(
-    app: FastAPI, require_service: Callable[[], Service], limits: Limits, names: Sequence[str] = ()
-) -> None:
-    """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal.
-    `names`: those of the model, beside its fingerprint."""
+def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> None:
+    """Adds the routes of all these formats. `names`: those of the model, beside its fingerprint."""
 
-    def require_served(model: str) -> None:
-        served = [*names, require_service().champion.model.fingerprint]
-        if model not in served:
+    def require_served(model: str | None) -> None:
+        """Raises Refusal for a name of another model. None means the served one."""
+        served = [*names, service.champion().model.fingerprint]
+        if model is not None and model not in served:
             message = f"model: not served here; there are: {', '.join(served)}"
             raise Refusal("unknown_model", message, "model")
 
-    def require_model(name: str | None) -> Service:
-        service = require_service()
-        if names and name is not None:
-            require_served(name)
-        return service
-
     async def rerank_documents(
-        body: DocumentsRerank, request: Request, version: str
-    ) -> RerankResponse:
-        require_at_most(limits, "documents", len(body.documents))
-        texts, service = body.texts, require_model(body.model)
+        body: bodies.DocumentsRerank, request: Request, version: str
+    ) -> bodies.RerankResponse:
+        if names:
+            require_served(body.model)
+        texts = body.texts
         whole = "documents" if body.needs_whole_texts else ""
-        best_first, tokens = await _score(
-            service, body.query, texts, request, bool(body.raw_scores), whole
-        )
+        work = work_of(request, service)
+        best_first, tokens = await _score(work, body.query, texts, bool(body.raw_scores), whole)
         results = [
-            DocumentScore(
+            bodies.DocumentScore(
                 index=place,
                 relevance_score=score,
-                document=Document(text=texts[place]) if body.return_documents else None,
+                document=bodies.Document(text=texts[place]) if body.return_documents else None,
             )
             for place, score in best_first[: body.top_n or body.top_k]
         ]
         data = None
         if body.model_fields_set & {"top_k", "truncation"}:
             data = [
-                VoyageScore(
+                bodies.VoyageScore(
                     index=result.index,
                     relevance_score=result.relevance_score,
                     document=texts[result.index] if body.return_documents else None,
                 )
                 for result in results
             ]
-        return RerankResponse(
+        return bodies.RerankResponse(
             id=request.state.request_id,
             model=request.state.model,
             results=results,
             data=data,
             usage=_usage(tokens),
-            meta=Meta(api_version=ApiVersion(version=version)),
+            meta=bodies.Meta(api_version=bodies.ApiVersion(version=version)),
         )
 
     refusals = error_responses(*REFUSALS, "unknown_model")
     reranking: dict[str, Any] = {"responses": refusals, "response_model_exclude_none": True}
 
     @app.post("/rerank", **reranking)
-    async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
+    async def rerank(
+        body: bodies.AnyRerank, request: Request
+    ) -> list[bodies.TextScore] | bodies.RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
-        if isinstance(body, DocumentsRerank):
+        if isinstance(body, bodies.DocumentsRerank):
             return await rerank_documents(body, request, "1")
         texts = body.texts
-        require_at_most(limits, "texts", len(texts))
         whole = "texts" if body.needs_whole_texts else ""
-        best_first, _ = await _score(
-            require_service(), body.query, texts, request, bool(body.raw_scores), whole
-        )
+        work = work_of(request, service)
+        best_first, _ = await _score(work, body.query, texts, bool(body.raw_scores), whole)
         return [
-            TextScore(index=place, score=score, text=texts[place] if body.return_text else None)
+            bodies.TextScore(
+                index=place, score=score, text=texts[place] if body.return_text else None
+            )
             for place, score in best_first
         ]
 
     @app.post("/v1/rerank", **reranking)
-    async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v1(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
         return await rerank_documents(body, request, "1")
 
     @app.post("/v2/rerank", **reranking)
-    async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v2(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
         """Version 2 of Cohere's format."""
         return await rerank_documents(body, request, "2")
 
     @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
-    async def embed(body: EmbedRequest, request: Request) -> Response:
+    async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        require_at_most(limits, "inputs", len(body.inputs))
-        vectors_ND, _ = await _encode_texts(require_service(), "inputs", body.inputs, request, body)
+        work = work_of(request, service, service.champion())
+        vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize is not False:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
     @app.post("/embeddings", include_in_schema=False)  # infinity's route
-    @app.post("/v1/embeddings", responses=refusals, response_model=EmbeddingsResponse)
-    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+    @app.post("/v1/embeddings", responses=refusals, response_model=bodies.EmbeddingsResponse)
+    async def embeddings(body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        service = require_model(body.model)
-        require_at_most(limits, "input", len(body.input))
-        vectors_ND, tokens = await _encode_texts(service, "input", body.input, request, body)
+        if names:
+            require_served(body.model)
+        work = work_of(request, service, service.champion())
+        vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         encode = _base64 if body.is_base64 else Tensor.tolist
 
-        def response() -> EmbeddingsResponse:
+        def response() -> bodies.EmbeddingsResponse:
             embeddings = encode(F.normalize(vectors_ND, dim=1))
-            return EmbeddingsResponse(
-                data=[Embedding(index=n, embedding=vector) for n, vector in enumerate(embeddings)],
+            return bodies.EmbeddingsResponse(
+                data=[
+                    bodies.Embedding(index=n, embedding=vector)
+                    for n, vector in enumerate(embeddings)
+                ],
                 model=request.state.model,
                 usage=_usage(tokens),
             )
 
         return await json_answer(response, vectors_ND.numel())
 
-    def card(name: str) -> ModelCard:
-        created_at = require_service().champion.model.manifest["created_at"]
+    def card(name: str) -> bodies.ModelCard:
+        created_at = service.champion().model.manifest["created_at"]
         created = int(datetime.fromisoformat(created_at).timestamp())
-        return ModelCard(id=name, created=created)
+        return bodies.ModelCard(id=name, created=created)
 
     @app.get("/models", include_in_schema=False)  # infinity's route
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
-    async def models() -> ModelList:
+    async def models() -> bodies.ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
-        fingerprint = require_service().champion.model.fingerprint
-        return ModelList(data=[card(name) for name in (fingerprint, *names)])
+        fingerprint = service.champion().model.fingerprint
+        return bodies.ModelList(data=[card(name) for name in (fingerprint, *names)])
 
     @app.get(
         "/v1/models/{id:path}",
         responses=error_responses("unauthorized", "unknown_model", "not_ready"),
     )
-    async def model(id: str) -> ModelCard:
+    async def model(id: str) -> bodies.ModelCard:
         """The model of this id, in OpenAI's format."""
         require_served(id)
         return card(id)
@@ -198,19 +175,19 @@ def add_routes(
     @app.post(
         "/", responses=error_responses(*REFUSALS), response_model=list[float] | list[list[float]]
     )
-    async def hugging_face(body: HuggingFaceRequest, request: Request) -> Any:
+    async def hugging_face(body: bodies.HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
-        if isinstance(body, EmbedRequest):
+        if isinstance(body, bodies.EmbedRequest):
             return await embed(body, request)
         return await similarity(body, request)
 
     @app.post("/similarity", responses=error_responses(*REFUSALS))
-    async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
+    async def similarity(body: bodies.SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
-        require_at_most(limits, "inputs.sentences", len(others))
-        best_first, _ = await _score(require_service(), sentence, others, request, raw_scores=True)
+        work = work_of(request, service)
+        best_first, _ = await _score(work, sentence, others, raw_scores=True)
         return [score for _, score in sorted(best_first)]
 
 
@@ -221,32 +198,26 @@ def sigmoid(score: float) -> float:
 
 
 async def _score(
-    service: Service,
-    query: str,
-    texts: Sequence[str],
-    request: Request,
-    raw_scores: bool,
-    whole: str = "",
+    work: Work, query: str, texts: Sequence[str], raw_scores: bool, whole: str = ""
 ) -> tuple[list[tuple[int, float]], int]:
     """((place, score) of each text, best first, ties in the order given; tokens read)
 
     `whole`: the field of texts of which none may be truncated, nor the query; Refusal is raised for one."""
-    engine = name_engine(request, service.choose_engine())
     if whole:
-        await _require_whole(service, engine, "query", [query], are_contexts=True)
-        await _require_whole(service, engine, whole, texts)
-    scores, tokens = await service.scores(engine, [query], texts, request.state.deadline)
+        await _require_whole(work, "query", [query], are_contexts=True)
+        await _require_whole(work, whole, texts)
+    scores, tokens = await work.scores([query], texts)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     shown = scores if raw_scores else list(map(sigmoid, scores))
     return [(place, shown[place]) for place in order], tokens
 
 
 async def _require_whole(
-    service: Service, engine: Engine, field: str, texts: Sequence[str], are_contexts: bool = False
+    work: Work, field: str, texts: Sequence[str], are_contexts: bool = False
 ) -> None:
     """Raises Refusal for a text that the model does not read to its end."""
-    if longer := await service.longer_texts(engine, texts, are_contexts):
-        config = engine.ranker.config
+    if longer := await work.longer_texts(texts, are_contexts):
+        config = work.engine.ranker.config
         most = config.max_context_tokens if are_contexts else config.max_candidate_tokens
         field = field if field == "query" else f"{field}.{longer[0]}"
         message = f"{field}: has more than {most} tokens, and may not be truncated"
@@ -254,19 +225,18 @@ async def _require_whole(
 
 
 async def _encode_texts(
-    service: Service,
+    work: Work,
     texts_field: str,
     texts: Sequence[str],
-    request: Request,
-    body: EmbedRequest | EmbeddingsRequest,
+    body: bodies.EmbedRequest | bodies.EmbeddingsRequest,
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
-    They are always the champion's: clients compare vectors of several requests, and those of two models have
-    nothing in common. Raises Refusal for what this model has not.
+    `work`: the champion's: clients compare vectors of several requests, and those of two models have nothing
+    in common. Raises Refusal for what this model has not.
     """
-    engine, deadline = name_engine(request, service.champion), request.state.deadline
-    config = engine.ranker.config
+    ranker = work.engine.ranker
+    config = ranker.config
     if not config.has_vectors:
         message = (
             "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
@@ -274,17 +244,16 @@ async def _encode_texts(
         raise Refusal("invalid_request", message)
     if body.needs_whole_texts:
         are_contexts = body.context_field is not None
-        await _require_whole(service, engine, texts_field, texts, are_contexts)
+        await _require_whole(work, texts_field, texts, are_contexts)
     field = "dimensions" if body.dimensions else "output_dimension"
-    dimensions, width = body.dimensions or body.output_dimension, engine.ranker.dual.dimensions
+    dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
     if dimensions and dimensions > width:
         allowed = f"at most {width}, which the model has"
         raise _not_allowed(field, dimensions, allowed)
     if body.context_field is None:
-        vectors_ND, tokens = await service.candidate_vectors(engine, texts, deadline)
+        vectors_ND, tokens = await work.candidate_vectors(texts)
     elif config.vectors_per_context == 1:
-        contexts = [[text] for text in texts]
-        pairs, tokens = await service.context_vectors(engine, contexts, deadline)
+        pairs, tokens = await work.context_vectors([[text] for text in texts])
         vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
     else:
         field, value = body.context_field
@@ -292,7 +261,7 @@ async def _encode_texts(
         why = f", as contexts of this model have {config.vectors_per_context} vectors each"
         raise _not_allowed(field, value, allowed, why)
     if dimensions:
-        vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
+        vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
     return vectors_ND, tokens
 
 
@@ -305,5 +274,5 @@ def _base64(vectors_ND: Tensor) -> list[str]:
     return [base64.b64encode(row.tobytes()).decode() for row in vectors_ND.numpy().astype("<f4")]
 
 
-def _usage(tokens: int) -> Usage:
-    return Usage(prompt_tokens=tokens, total_tokens=tokens)
+def _usage(tokens: int) -> bodies.Usage:
+    return bodies.Usage(prompt_tokens=tokens, total_tokens=tokens)

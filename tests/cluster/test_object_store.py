@@ -31,7 +31,7 @@ from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
 from pipeline.pools.lock import locked
 from pipeline.storage import node_cache
-from serve.engine import Engine, PoolQuery
+from serve.engine import Engine
 from tests.helpers import free_port
 
 
@@ -151,11 +151,11 @@ def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("held_bytes", "most_requests"), [(16 << 20, 3), (0, 60)])
+@pytest.mark.parametrize(("held_bytes", "most_requests"), [(16 << 20, 3), (0, 24)])
 def test_small_row_groups_are_fetched_together(s3, bucket, monkeypatch, held_bytes, most_requests):
     monkeypatch.setattr(parquet_fetches, "HELD_BYTES", held_bytes)
     random = np.random.default_rng(0)
-    texts = [random.bytes(64).hex() for _ in range(50_000)]
+    texts = [random.bytes(64).hex() for _ in range(20_000)]
     table = pa.table({"id": range(len(texts)), "text": texts, "more": texts[::-1]})
     uri = storage.join(bucket, "candidates.parquet")
     buffer = pa.BufferOutputStream()
@@ -170,7 +170,7 @@ def test_small_row_groups_are_fetched_together(s3, bucket, monkeypatch, held_byt
 
 
 def test_reading_ahead_may_be_given_up(bucket):
-    storage.write_bytes(storage.join(bucket, "dump"), b"x" * (40 << 20))
+    storage.write_bytes(storage.join(bucket, "dump"), b"x" * (24 << 20))
     pieces = storage.read_ahead(storage.join(bucket, "dump"))
     assert len(next(pieces)) == 8 << 20
     pieces.close()
@@ -310,7 +310,7 @@ def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_
     """Fine-tuning, embedding, search, and what a replica of the service opens."""
     encoder = tiny_ranker("bi")
     candidates = tmp_path / "texts.jsonl"
-    rows = ({"id": str(number), "text": f"text {number} " * 5} for number in range(300))
+    rows = ({"id": str(number), "text": f"text {number} " * 5} for number in range(60))
     candidates.write_text("\n".join(map(json.dumps, rows)))
     for source, name in ((convai2_corpus.uri, "corpus"), (encoder.uri, "encoder")):
         storage.upload(Path(source), storage.join(bucket, name))
@@ -322,19 +322,19 @@ def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_
         trained = run_job_here(
             "finetune", "--corpus", corpus, "--encoder", start, "--output", ranker,
             "--ranker.architecture", "poly", "--ranker.m", 3, "--ranker.max-context-tokens", 48,
-            "--finetune.batch-examples", 8, "--finetune.max-steps", 6, "--loop.precision", "fp32",
+            "--finetune.batch-examples", 8, "--finetune.max-steps", 3, "--loop.precision", "fp32",
             "--loop.checkpoint-every-steps", 2,
         ).summary  # fmt: skip
         embedded = run_job_here(
             "embed_pool", "--model", ranker, "--candidates", texts, "--pools", pools, "--name", "texts",
-            "--embed.precision", "fp32", "--embed.rows-per-shard", 100,
+            "--embed.precision", "fp32", "--embed.rows-per-shard", 20,
         ).summary  # fmt: skip
         pool = storage.join(pools, "texts")
         found = run_job_here("search", "--model", ranker, "--pool", pool, "--context", "text 7",
                              "--precision", "fp32")  # fmt: skip
         with closing(Engine(ranker, [pool], "fp32")) as engine:
             (vectors,) = engine.contexts.run(list(engine.ranker.context_rows([["text 7"]])))
-            (answer,) = engine.searches["texts"].run([PoolQuery(*vectors, 10, None)])
+            (answer,) = engine.pools["texts"].stage.run([(engine.pool_query(*vectors, 10), None)])
             served = [result.text for result in answer.results]
         results = re.findall(r"(?m)^ +\d+\.\d+ .* text \d.*$", found.stdout)
         return [trained["fingerprint"], embedded["fingerprint"]], results, served

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,16 +51,19 @@ def dump(folder: Path) -> tuple[str, ...]:
 
 
 def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp_path):
-    done = send("--wait", "--name", "first", "--", *dump(tmp_path))
+    """The job is one that starts no Ray task."""
+    (tmp_path / "steps.yaml").write_text("steps: {say: echo hello}")
+    job = ("workflow", "steps.yaml")
+    done = send("--wait", "--name", "first", "--", *job)
     assert done.code == 0, done.stderr
-    *_, theirs, ours = done.stdout.splitlines()
-    assert json.loads(theirs)["counts"]["comments"] == 20
+    *said, theirs, ours = done.stdout.splitlines()
+    assert "hello" in said
+    assert json.loads(theirs)["steps"][0]["step"] == "say"
     assert json.loads(ours) | {"files": 0, "bytes": 0} == {
         "job": "submit", "name": "first", "submitted": True, "status": "SUCCEEDED", "files": 0, "bytes": 0,
-        "entrypoint": shlex.join(["python", "-m", "jobs.generate_dump", *dump(tmp_path)[1:]]),
-        "environment": ["POLYRANK_GIT_REVISION"],
+        "entrypoint": "python -m jobs.workflow steps.yaml", "environment": ["POLYRANK_GIT_REVISION"],
     }  # fmt: skip
-    taken = refusal(send("--name", "first", "--", *dump(tmp_path)))
+    taken = refusal(send("--name", "first", "--", *job))
     assert taken == "--name first: first is SUCCEEDED; choose another name"
 
 
@@ -195,6 +197,39 @@ def test_tracking_travels_unless_it_is_a_file_of_this_machine(monkeypatch, capsy
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     assert "MLFLOW_TRACKING_URI" not in submit.environment(())
     assert "is a file of this machine" in capsys.readouterr().err
+
+
+def test_the_job_uses_the_registry_the_store_and_the_hub_that_the_command_means(
+    monkeypatch, capsys
+):
+    meant = {
+        "MLFLOW_TRACKING_URI": "https://mlflow",
+        "MLFLOW_REGISTRY_URI": "https://registry",
+        "MLFLOW_EXPERIMENT_NAME": "/Users/me",
+        "AWS_ENDPOINT_URL": "https://store",
+        "HF_ENDPOINT": "https://hub",
+    }
+    secrets = "AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN HF_TOKEN"
+    for name, value in (meant | dict.fromkeys(secrets.split(), "hidden")).items():
+        monkeypatch.setenv(name, value)
+    sent = submit.environment()
+    sent.pop("POLYRANK_GIT_REVISION", None)
+    assert sent == meant
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "/srv/registry.db")
+    assert {"AWS_ENDPOINT_URL", "MLFLOW_REGISTRY_URI"}.isdisjoint(submit.environment())
+    said = capsys.readouterr().err
+    assert "AWS_ENDPOINT_URL is not sent: http://localhost:9000 is a port of this machine" in said
+    assert "MLFLOW_REGISTRY_URI is not sent: /srv/registry.db is a file of this machine" in said
+
+
+def test_a_password_in_an_address_travels_only_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "postgresql://me:hidden@host/models")
+    with pytest.raises(BadInput, match=r"^MLFLOW_REGISTRY_URI: has a password") as refusal:
+        submit.environment()
+    assert "hidden" not in str(refusal.value)
+    assert submit.environment(("MLFLOW_REGISTRY_URI",))["MLFLOW_REGISTRY_URI"].endswith("models")
 
 
 class Cluster:

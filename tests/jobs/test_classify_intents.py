@@ -77,6 +77,23 @@ def test_the_same_job_again_has_nothing_to_do_and_still_says_the_numbers(classif
     assert "another job" in classify("--seed", 1).refusal
 
 
+def test_an_input_that_changes_while_it_is_read_makes_no_classifier(
+    classify, mine: Path, tmp_path: Path, monkeypatch
+):
+    read_texts = classify_intents.intent_texts.read_texts
+
+    def read_and_grow(*arguments):
+        texts = read_texts(*arguments)
+        with mine.open("a") as file:
+            file.write("what does it cost,price\n" * 2)
+        return texts
+
+    monkeypatch.setattr(classify_intents.intent_texts, "read_texts", read_and_grow)
+    done = classify()
+    assert (done.code, f"--input {mine}: has changed while it was read" in done.stderr) == (1, True)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_split_folder_of_another_name_is_another_input(classify, tmp_path: Path):
     folder = tmp_path / "hwu64"
     for split in ("train", "valid"):

@@ -159,11 +159,11 @@ def test_nothing_left_to_train_on_is_refused(run_job_here, convai2_corpus, tmp_p
 
 @pytest.mark.long  # 26 s on two slow cores; test_duplicates.py compares all pairs of fewer texts
 @pytest.mark.shared
-def test_real_dialogues(run_job_here, real_data, tmp_path):
+def test_real_dialogues(run_job_here, shared, real_data, tmp_path):
     """Counts that a plain script (`words_of`, all pairs) made too."""
     files = [
         real_data / "convai2" / "derived" / "train_self_original_no_cands.txt",
-        real_data / "convai2" / "original" / "valid_self_original_no_cands.first500.txt",
+        shared / "data/convai2/original/valid_self_original_no_cands.first500.txt",
     ]
     made, cleaned = tmp_path / "in", tmp_path / "out"
     run_job_here("prepare_corpus", "--corpus", "convai2", "--input", *files, "--output", made)

@@ -221,6 +221,6 @@ def test_the_demo_goes_from_dumps_to_answers(run_job, sample_files, short_recipe
     assert {"Ranker: bi", "A pool of articles", "The service"} <= set(details["seconds"])
     for ranked in details["answers"].values():
         assert len(ranked) >= 3
-    assert (work / "demo.png").stat().st_size > 10_000
-    assert str(work / "demo.png") in finished.stdout
+    assert (work / "replies.png").stat().st_size > 10_000
+    assert str(work / "replies.png") in finished.stdout
     assert "Traceback" not in finished.stderr

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from jobs import deploy
+from jobs import cluster as ray_cluster
+from jobs import deploy, submit
+from pipeline.config import BadInput
+from tests.helpers import free_port
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -88,3 +91,15 @@ def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock, cluster):
     problems = deploy._wait_for("http://cluster:8265", ["dialogue"], 60.0)
     assert problems == {"dialogue": "UNREACHABLE: no route to host"}
     assert 60 < clock.now < 65
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "http://127.0.0.1:{}"])
+def test_where_no_cluster_listens_it_is_one_line_and_no_wait(address):
+    address = address.format(free_port())
+    told = rf"^RAY_ADDRESS {address}: no cluster answers \(Connection refused\)$"
+    with pytest.raises(BadInput, match=told):
+        ray_cluster._start_ray(address, {})
+    url = f"http://127.0.0.1:{free_port()}"
+    told = rf"^--address {url}: no cluster answers \(\[Errno 111\] Connection refused\)$"
+    with pytest.raises(BadInput, match=told):
+        submit._connect(url)

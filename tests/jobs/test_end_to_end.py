@@ -73,7 +73,7 @@ def made(tracking_uri, sample_files, tmp_path_factory: pytest.TempPathFactory) -
     )  # fmt: skip
     said["evaluate"] = summary_here(
         "evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
-        "--json", work / "table.json",
+        "--latency-queries", 0, "--json", work / "table.json",
     )  # fmt: skip
     return SimpleNamespace(work=work, said=said)
 

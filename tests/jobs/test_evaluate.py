@@ -87,14 +87,15 @@ def own_metrics(rows, ranker) -> dict[str, float]:
 
 
 def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranker):
-    summary = evaluate(*QUICK).summary
+    done = evaluate(*QUICK, "--precision", "fp32")
+    summary = done.summary
     files = convai2_corpus.files("valid/", ".parquet")
     rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
     wanted = own_metrics(rows, load_ranker(tiny_ranker("poly").local()))
     assert summary["examples"] == len(rows) == convai2_corpus.counts["examples.valid"]
-    # bf16 hardware rounds a text as its batch is padded: a few of the candidates change places.
-    assert summary["table"]["poly"] == pytest.approx(wanted, abs=0.01)
+    assert summary["table"]["poly"] == pytest.approx(wanted)
     assert wanted["R@10/20"] > wanted["R@1/20"] > 0
+    assert "poly: " in done.stdout.partition(" are longer than the 48 tokens")[0]
 
 
 def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ranker):
@@ -130,18 +131,6 @@ def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_
     models = [*(open_artifact(str(copy), "ranker") for copy in copies), tiny_ranker("bi")]
     assert list(evaluate_job.models_by_name(models)) == ["poly-64", "poly-360", "bi"]
     assert list(evaluate_job.models_by_name(models[1:])) == ["poly", "bi"]
-
-
-def test_the_table_is_written_to_a_file_and_is_the_same_every_time(evaluate, tmp_path):
-    file = tmp_path / "t" / "table.json"
-    options = ("--source", "sampled", "--max-examples", 50, "--json", file)
-    summary = evaluate(*options, "--latency-queries", 2).summary
-    assert sorted(path.name for path in file.parent.iterdir()) == ["table.json", "table.png"]
-    assert summary.pop("job") == "evaluate"
-    assert json.loads(file.read_text()) == summary
-    again = evaluate(*options, "--latency-queries", 0).summary
-    assert again.pop("latency_ms") == {}
-    assert {**summary, "job": "evaluate", "latency_ms": None} == {**again, "latency_ms": None}
 
 
 def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_corpus):
@@ -186,9 +175,17 @@ def test_models_together_have_their_mean_score(evaluate, tiny_ranker, convai2_co
         assert best == pytest.approx(sorted(mean_C)[:-6:-1], rel=0.01, abs=0.01)
 
 
-def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, convai2_corpus):
-    options = ("--max-examples", 50, "--seed", 3, "--latency-queries", 1)
-    summary = evaluate(*options, "--errors", "").summary
+def test_the_run_and_the_file_have_the_same_numbers_every_time(
+    evaluate, tiny_ranker, convai2_corpus, tmp_path
+):
+    """The run has the ancestry, too."""
+    file = tmp_path / "t" / "table.json"
+    options = ("--source", "sampled", "--max-examples", 50, "--seed", 3, "--json", file)
+    before = evaluate(*options, "--latency-queries", 0).summary
+    summary = evaluate(*options, "--latency-queries", 2).summary
+    assert sorted(path.name for path in file.parent.iterdir()) == ["table.json", "table.png"]
+    assert json.loads(file.read_text()) | {"job": "evaluate"} == summary
+    assert before == {**summary, "latency_ms": {}}
     table, intervals = summary["table"]["poly"], summary["intervals"]["poly"]
     found = mlflow.search_runs(
         experiment_names=["polyrank"], filter_string="tags.job = 'evaluate'", max_results=1,
@@ -316,8 +313,8 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
          "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, *ONE_WORKER),
     ):  # fmt: skip
         assert run_job_here(verb, *options).code == 0
-    job = ("evaluate", "--model", "ranker", "--corpus", "corpus", "--split", "train")
-    done = run_job_here(*job)
+    job = ("--model", "ranker", "--corpus", "corpus", "--split", "train", "--latency-queries", 0)
+    done = run_job_here("evaluate", *job)
     table = done.summary["table"]
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
     (least,) = done.summary["least_scores"].values()
@@ -335,14 +332,12 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert table["untrained context"]["R@1/60"] == pytest.approx((ranks <= 1).mean(), abs=0.05)
 
     (tmp_path / "published").rename(tmp_path / "moved")
-    assert "untrained context" not in run_job_here(*job).summary["table"]
+    moved = [open_artifact("ranker", "ranker")], None, evaluate_job.Config(model=("m",), corpus="c")
+    assert evaluate_job._untrained_baselines(*moved, {}) == []
 
 
-def test_texts_that_are_longer_than_a_model_reads_are_counted(
-    evaluate, tiny_ranker, convai2_corpus
-):
+def test_texts_that_are_longer_than_a_model_reads_are_counted(tiny_ranker):
     """By whole words: a tiny tokenizer makes no more tokens of a text than it has characters."""
-    assert "poly: " in evaluate(*QUICK).stdout.partition(" are longer than the 48 tokens")[0]
     ranker = load_ranker(tiny_ranker("poly").local())
     most = ranker.config.max_candidate_tokens
     texts = ["a b", " ".join("ab" * most), " ".join("ab" * (most + 5))]
@@ -408,7 +403,7 @@ def test_a_small_split_is_asked_among_all_that_it_has(evaluate, prepared):
 def articles(tracking_uri, sample_files, tmp_path_factory):
     """Article search on the sample articles: queries of valid, fixed others of train."""
     output = str(tmp_path_factory.mktemp("articles") / "articles")
-    options = wikipedia.Options(task="search", others=30)
+    options = wikipedia.Options(task="search", others=30, queries=8)
     files = (str(sample_files / "wikipedia"),)
     job = {"format": "wikipedia", "input": files, "output": output, "wikipedia": options}
     with executors.in_this_process():
@@ -419,14 +414,14 @@ def articles(tracking_uri, sample_files, tmp_path_factory):
 def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     monkeypatch.setattr(evaluate_job, "_MAX_CROSS_CANDIDATES", 30)
     options = ("--protocol", "wikipedia", "--candidates", 31, "--recall-at", 1, 5)
-    options = (*options, "--latency-queries", 1)
-    split = next(name for name in ("valid", "test") if articles.rows(f"{name}/"))
+    options = (*options, "--latency-queries", 0)
+    split = max(("valid", "test"), key=lambda name: articles.rows(f"{name}/"))
     done = evaluate(*options, "--split", split, models=["bi", "cross"], corpus=articles.uri)
     summary = done.summary
     assert list(summary["table"]) == ["chance", "tf-idf", "bm25", "bi"]
     assert "cross: skipped: a cross-encoder reads 31 pairs for each question" in done.stdout
     assert list(summary["skipped"]) == ["cross"]
-    assert summary["table"]["bm25"]["R@1/31"] >= 0.5 > summary["table"]["chance"]["R@1/31"]
+    assert summary["table"]["bm25"]["R@1/31"] > 3 / 31  # three times what chance has
     both = evaluate(*options, "--split", split, "--baselines", "false", "--together", "true",
                     models=["bi", "cross"], corpus=articles.uri)  # fmt: skip
     assert "together: True is not allowed; allowed: false: cross: a cross-enc" in both.refusal
@@ -458,7 +453,7 @@ def test_an_example_with_several_right_answers_is_ranked_among_fewer(evaluate, p
     rows = [dstc7_example(number, "dev") | {"scenario": 1} for number in (0, 2)]
     rows[1]["options-for-correct-answers"] = rows[1]["options-for-next"][2:5]
     corpus = prepared("dstc7", {"ubuntu_dev_subtask_1.json": json.dumps(rows)})
-    options = ("--protocol", "dstc7", "--latency-queries", 1, "--errors", tmp_path / "errors.jsonl")
+    options = ("--protocol", "dstc7", "--latency-queries", 0, "--errors", tmp_path / "errors.jsonl")
     done = evaluate(*options, models=["poly", "cross"], corpus=corpus)
     assert (done.summary["candidates"], done.summary["shorter"]) == (100, 1)
     assert "questions with fewer than 100 candidates: 1" in done.stdout

@@ -153,9 +153,19 @@ def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, li
     assert trains == ("trains" in line or "--train true" in line)
 
 
-def test_rows_without_a_side_and_questions_with_several_answers_are_said(tmp_path, capsys):
-    table = tmp_path / "faq.csv"
-    table.write_text("question,answer\nhow ?,so\nhow ?,so\nhow ?,thus\nwhen ?, \n,now\n")
+_OBJECTS = [("how ?", "so"), ("how ?", "so"), ("how ?", "thus"), ("when ?", " ")]
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("faq.csv", "question,answer\nhow ?,so\nhow ?,so\nhow ?,thus\nwhen ?, \n,now\n"),
+    ("faq.jsonl", "\n".join(json.dumps(row) for row in (
+        *(dict(zip(("question", "answer"), pair, strict=True)) for pair in _OBJECTS), {"answer": "now"}))),
+])  # fmt: skip
+def test_rows_without_a_side_and_questions_with_several_answers_are_said(
+    tmp_path, capsys, name, text
+):
+    table = tmp_path / name
+    table.write_text(text)
     config = parse(faq.Config, [str(table)], "polyrank faq")
     _, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
     assert reason.startswith("3 rows have 2 answers, 1.5 questions for each")

@@ -108,10 +108,10 @@ def whole(local_ray, command, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def whole_here(tokens, command, tmp_path_factory) -> SimpleNamespace:
-    """A third of it, by one rank in this process."""
+    """A fifth of it, by one rank in this process."""
     output = tmp_path_factory.mktemp("whole-here") / "encoder"
     with executors.in_this_process():
-        summary = pretrain.run(parse(pretrain.Config, command(output, steps=30), "test"))
+        summary = pretrain.run(parse(pretrain.Config, command(output, steps=18), "test"))
     return SimpleNamespace(artifact=open_artifact(str(output), "encoder"), summary=summary)
 
 
@@ -288,46 +288,48 @@ def test_a_job_that_gets_sigterm_goes_on_from_the_step_that_it_names(
     run_job_here, command, whole_here, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("pipeline.training.pretraining.Pretraining", Terminated)
-    argv = command(tmp_path / "encoder", "--loop.checkpoint-every-steps", 100, steps=30)
+    argv = command(tmp_path / "encoder", "--loop.checkpoint-every-steps", 100, steps=18)
     finished = run_job_here("pretrain", *argv)
     assert finished.code == TERMINATED
     step = said_step(line_of(finished))
-    assert 13 <= step < 30
+    assert 13 <= step < 18
     (saved,) = checkpoints(tmp_path / "encoder")
     assert read_saved(saved).state["step"] == step
-    assert run_job_here("pretrain", *argv).summary["counts"]["steps"] == 30
+    assert run_job_here("pretrain", *argv).summary["counts"]["steps"] == 18
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
     assert same_weights(encoder, whole_here.artifact)
     assert points(encoder) == sorted(curve(whole_here.artifact).items())
 
 
+NO_BETTER = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 2,
+             "--loop.stop-after-validations", 1)  # fmt: skip
+"""Weights that hardly move: the validation at step 4 is no better than that at step 2."""
+
+
 @pytest.mark.slow
 def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path, monkeypatch):
-    """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
-    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
-            "--loop.stop-after-validations", 1)  # fmt: skip
+    more = NO_BETTER
     first = run_job_here("pretrain", *command(tmp_path / "first", *more)).summary
-    assert first["counts"]["steps"] == 10
+    assert first["counts"]["steps"] == 4
     again = command(tmp_path / "again", "--continue-from", tmp_path / "first", *more)
     monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.0)
     said = run_job_here("pretrain", *again, "--dry-run", "true").summary
-    assert said["estimate"]["steps"] == STEPS - 10
-    assert said["tokens_to_train"] == (STEPS - 10) * 480
-    assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 15
+    assert said["estimate"]["steps"] == STEPS - 4
+    assert said["tokens_to_train"] == (STEPS - 4) * 480
+    assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 6
 
 
 @pytest.mark.slow
 def test_a_run_that_stopped_early_and_was_killed_trains_no_further_step(
     run_job_here, command, tmp_path, monkeypatch
 ):
-    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
-            "--loop.stop-after-validations", 1)  # fmt: skip
+    more = NO_BETTER
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.training.launch.collect_model", interrupted)
         assert run_job_here("pretrain", *command(tmp_path / "out", *more)).code == 130
     summary = run_job_here("pretrain", *command(tmp_path / "out", *more)).summary
-    assert summary["counts"]["steps"] == summary["metrics"]["step"] == 10
-    assert summary["metrics"]["best_step"] == 5
+    assert summary["counts"]["steps"] == summary["metrics"]["step"] == 4
+    assert summary["metrics"]["best_step"] == 2
 
 
 def interrupted(*given: object) -> None:
@@ -446,8 +448,8 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
     """To the weights of one long run."""
     assert run_job_here("pretrain", *command(tmp_path / "short", steps=12)).code == 0
     more = ("--continue-from", tmp_path / "short")
-    finished = run_job_here("pretrain", *command(tmp_path / "long", *more, steps=30))
-    assert finished.summary["counts"]["steps"] == 30
+    finished = run_job_here("pretrain", *command(tmp_path / "long", *more, steps=18))
+    assert finished.summary["counts"]["steps"] == 18
     encoder = open_artifact(str(tmp_path / "long"), "encoder")
     assert same_weights(encoder, whole_here.artifact)
     assert encoder.manifest["precision"] == "fp32"

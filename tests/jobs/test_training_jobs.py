@@ -29,7 +29,7 @@ from pipeline.models.ranker import load_ranker
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
 COMMON = (
     "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
-    "--finetune.batch-examples", 8, "--finetune.epochs", 9,
+    "--finetune.batch-examples", 8, "--finetune.epochs", 9, "--finetune.valid-examples", 40,
     "--loop.precision", "fp32", "--loop.log-every-steps", 1, "--resources.cpus-per-worker", 1,
 )  # fmt: skip
 OWN = {"bi": (), "poly": ("--ranker.m", 3), "cross": ("--finetune.negatives", 2)}
@@ -513,7 +513,8 @@ def test_a_compiled_run_that_was_killed_ends_with_the_same_weights(
 
         argv = arguments(
             "bi", convai2_corpus.uri, encoder, tmp_path / name, "--finetune.dropout", 0,
-            "--loop.checkpoint-every-steps", 2, "--loop.validate-every-epochs", 0, *more,
+            "--loop.checkpoint-every-steps", 1, "--loop.validate-every-epochs", 0,
+            "--finetune.max-steps", 3, *more,
         )  # fmt: skip
         with executors.in_this_process():
             finetune.run(parse(finetune.Config, argv, "test"), watch)
@@ -523,7 +524,7 @@ def test_a_compiled_run_that_was_killed_ends_with_the_same_weights(
     assert compiled == []
     whole = run("whole", "--loop.compile", "true")
     with pytest.raises(KeyboardInterrupt):
-        run("killed", "--loop.compile", "true", stop_at=3)
+        run("killed", "--loop.compile", "true", stop_at=2)
     killed = run("killed", "--loop.compile", "true")
     assert len(compiled) == 3
     assert same_weights(killed, whole)

@@ -71,6 +71,14 @@ def test_a_comment_takes_no_option_from_a_command(tmp_path):
     assert read_steps(str(file))[0].options == ("--input", "a#b", "--output", "c")
 
 
+def test_a_value_may_begin_with_the_sign_of_a_comment(tmp_path):
+    file = tmp_path / "w.yaml"
+    file.write_text(
+        "variables: {table: a}\nsteps: {a: 'polyrank prepare_corpus --input ${table} '}\n"
+    )
+    assert read_steps(str(file), ("table='#1 in.csv'",))[0].options == ("--input", "#1 in.csv")
+
+
 SLOW_TO_END = """
 import signal, time
 try:

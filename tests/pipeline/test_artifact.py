@@ -17,6 +17,7 @@ from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
+from tests import helpers
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,12 @@ def publish(uri: object, files: dict[str, bytes] | None = None, **inputs: object
 
 
 def refusal(uri: object, config: object = None, **inputs: object) -> str:
-    with pytest.raises(BadInput) as caught:
-        draft(str(uri), "thing", config or Config(), inputs or {"input": SOURCE})
-    return str(caught.value)
+    given = inputs or {"input": SOURCE}
+    return helpers.refusal(draft, str(uri), "thing", config or Config(), given)
 
 
 def read_refusal(uri: object, kind: str = "thing") -> str:
-    with pytest.raises(BadInput) as caught:
-        open_artifact(str(uri), kind)
-    return str(caught.value)
+    return helpers.refusal(open_artifact, str(uri), kind)
 
 
 # Publishing

@@ -179,6 +179,23 @@ def test_a_relative_sqlite_path_means_the_same_file_in_every_process(
     assert run.tracking_uri == f"sqlite:///{tmp_path}/here.db"
 
 
+def test_files_of_runs_lie_beside_their_data_base_whatever_its_folder_is_called(
+    tmp_path, tracking_uri, other_store, monkeypatch
+):
+    folder = tmp_path / "a b%20c #ü"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of its own")
+    other_store(folder / "mlflow.db")
+    mlflow.set_tracking_uri("sqlite:///mlflow.db")  # as without MLFLOW_TRACKING_URI
+    try:
+        with tracking.start("make_thing", begin(tmp_path / "a")) as run:
+            run.attach({"words.txt": b"words"})
+    finally:
+        mlflow.set_tracking_uri(tracking_uri)
+    assert [file.read_bytes() for file in folder.glob("mlruns/**/words.txt")] == [b"words"]
+
+
 def test_of_jobs_that_start_at_once_one_after_the_other_makes_the_data_base(
     tmp_path, tracking_uri, other_store, monkeypatch
 ):

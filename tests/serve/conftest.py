@@ -122,7 +122,7 @@ class Asking:
         return self.answer(RankQuery(context, None, pool, top_k, **more)).results
 
     def answer(self, query: RankQuery) -> RankAnswer:
-        return run(self.service.rank(query, time.monotonic() + 60))
+        return run(self.service.work(time.monotonic() + 60).rank(query))
 
 
 class Clock:

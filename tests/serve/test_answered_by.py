@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from serve.http.api import create_app
-from serve.http.guard import MODEL, ModelAnswer
+from serve.http.guard import MODEL
 from serve.service import Service
 
 from .conftest import Asking
@@ -38,7 +38,8 @@ def candidate(tiny_ranker, tiny_classifier, asking) -> Asking:
 
 
 @pytest.fixture
-def answered() -> list[ModelAnswer]:
+def answered() -> list[tuple[str, str, int, float]]:
+    """(model, route, status, seconds) of each answer."""
     return []
 
 
@@ -46,7 +47,7 @@ def answered() -> list[ModelAnswer]:
 def client(champion, candidate, answered):
     """A service whose candidate answers all that it may."""
     service = Service(lambda: champion.engine, 60.0, candidate=lambda: candidate.engine)
-    app = create_app(service, record_answer=answered.append)
+    app = create_app(service, record_answer=lambda *answer: answered.append(answer))
     yield TestClient(app, raise_server_exceptions=False)
     service.close()
 
@@ -56,9 +57,9 @@ def test_an_answer_of_the_candidate_names_it(client, candidate, answered, path, 
     answer = client.post(path, json=body)
     fingerprint = candidate.engine.model.fingerprint
     assert (answer.status_code, answer.headers[MODEL]) == (200, fingerprint)
-    (one,) = answered
-    assert (one.model, one.route, one.status) == (fingerprint, path, 200)
-    assert 0 < one.seconds < 60
+    ((*named, seconds),) = answered
+    assert named == [fingerprint, path, 200]
+    assert 0 < seconds < 60
 
 
 def test_what_no_model_answers_names_none_and_describes_the_champion(client, champion, answered):
@@ -83,4 +84,6 @@ def test_a_refusal_and_a_failure_are_recorded_with_the_model(
     assert (refused.status_code, failed.status_code) == (404, 500)
     fingerprint = candidate.engine.model.fingerprint
     assert refused.headers[MODEL] == failed.headers[MODEL] == fingerprint
-    assert [(one.model, one.status) for one in answered] == [(fingerprint, 404), (fingerprint, 500)]
+    assert [(model, status) for model, _, status, _ in answered] == [
+        (fingerprint, 404), (fingerprint, 500)
+    ]  # fmt: skip

@@ -11,14 +11,15 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serve.batcher import SENDER, Batch, Batcher, Stage
-from serve.masks import ENTRY_BYTES, Masks, RowFilter
+from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
+from serve.pools import ENTRY_BYTES, Masks, RowFilter
 from serve.refusals import Refusal
 
 from .conftest import Clock, run
@@ -44,6 +45,13 @@ def batcher() -> Iterator[Batcher]:
     made = Batcher(max_wait_s=60.0)
     yield made
     made.close()
+
+
+@pytest.fixture
+def still_clock(monkeypatch) -> None:
+    """No batch takes any time, so rows count by their cost."""
+    now = time.monotonic()
+    monkeypatch.setattr("serve.batcher.time", SimpleNamespace(monotonic=lambda: now))
 
 
 def soon() -> float:
@@ -83,14 +91,6 @@ def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
     assert gate.batches == [["first"], ["a"], ["b"]]
 
 
-def test_whoever_comes_first_is_computed_first_whatever_its_deadline(batcher):
-    gate = Gate(cost=1)
-    now = time.monotonic()
-    later = [batcher.run(gate.stage, [s], [1], now + s) for s in (50, 40, 45)]
-    run(behind(gate, batcher, lambda: later))
-    assert gate.batches[1:] == [[50], [40], [45]]
-
-
 async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
     SENDER.set(sender)
     with batcher.admit("request", cost, soon()):
@@ -104,21 +104,11 @@ def order_of(batcher: Batcher, *requests: tuple[str, list[Any], float]) -> list[
     return [row for batch in gate.batches[1:] for row in batch]
 
 
-def test_senders_are_computed_in_turns(batcher):
+def test_senders_are_computed_in_turns(still_clock, batcher):
     order = order_of(
         batcher, ("a", ["a1", "a2", "a3"], 1.0), ("a", ["a4"], 1.0), ("b", ["b1", "b2"], 1.0)
     )
     assert order == ["a1", "b1", "a2", "b2", "a3", "a4"]
-
-
-def test_small_requests_pass_between_the_rows_of_a_large_one_of_their_sender(batcher):
-    """They get four rows for one."""
-    large = [f"large {place}" for place in range(4)]
-    small = [f"small {place}" for place in range(6)]
-    order = order_of(batcher, ("a", large, 4.0), *(("a", [name], 1.0) for name in small))
-    assert order == [
-        *(large[:1] + small[:4]), *(large[1:2] + small[4:]), *large[2:]
-    ]  # fmt: skip
 
 
 def test_a_request_that_was_begun_is_finished_before_later_ones_of_its_sender(batcher):
@@ -224,6 +214,26 @@ def test_a_row_whose_client_is_gone_is_not_computed(batcher):
     assert gate.batches == [["first"], ["there"]]
 
 
+def test_of_a_request_whose_one_part_fails_the_others_are_not_computed(batcher):
+    """Nobody waited for them, but they took the time of other requests."""
+    gate = Gate()
+
+    async def fail() -> None:
+        raise Refusal("too_late")
+
+    async def scenario() -> None:
+        first = asyncio.ensure_future(batcher.run(gate.stage, ["first"], [1], soon()))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        with pytest.raises(Refusal, match="time was over"):
+            await all_of(batcher.run(gate.stage, ["in vain"], [1], soon()), fail())
+        gate.opened.set()
+        await first
+        await batcher.run(gate.stage, ["next"], [1], soon())
+
+    run(scenario())
+    assert gate.batches == [["first"], ["next"]]
+
+
 def test_one_requests_failure_is_not_that_of_its_batch(batcher):
     def inverse(rows: list[float]) -> list[float]:
         return [1 / row for row in rows]
@@ -321,13 +331,14 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
 
     async def ask(sender: str, rows: int) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 0.1, clock.now + 60):
+        with batcher.admit("request", 0.1 * rows, clock.now + 60):
             await batcher.run(stage, ["row"] * rows, [1] * rows, clock.now + 60)
 
     gate.opened.set()
     for sender, rows in (("many", 10), ("many", 10), ("few", 1), ("many", 10)):
         run(ask(sender, rows))
     assert sizes == [10, 10, 1, 3, 3, 3, 1]
+    clock.now += 60
     gate.opened.clear()
     sizes.clear()
     run(behind(gate, batcher, lambda: [ask("few", 5), ask("many", 5)]))
@@ -336,6 +347,57 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
     sizes.clear()
     run(behind(gate, batcher, lambda: [ask("few", 1), ask("many", 10)]))
     assert sizes == [1, 3, 3, 3, 1], "the one row is not computed together with the many"
+
+
+def test_the_next_stage_of_another_sender_comes_before_more_rows_of_the_one_with_most(
+    batcher, monkeypatch
+):
+    """The thread waits for it, and no longer than until the request is answered: else this takes a minute."""
+    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
+    gate = Gate(cost=3)
+    second = Stage("second", gate.stage.run, 3)
+
+    async def ask(sender: str, *stages: Stage) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 0.1, soon()):
+            for stage in stages:
+                await batcher.run(stage, [sender], [1], soon())
+
+    few, many = ask("few", gate.stage, second), [ask("many", gate.stage) for _ in range(9)]
+    assert run(behind(gate, batcher, lambda: [*many, few])) == [None] * 10
+    three = ["many"] * 3
+    assert gate.batches == [["first"], ["many", "few", "many"], ["few"], three, three, ["many"]]
+
+
+def test_rows_count_by_the_seconds_that_they_take_not_by_their_share_of_a_batch(
+    batcher, monkeypatch
+):
+    """A context of a tenth of a second is half of a batch, and a search of 0.3 s a hundredth."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
+    order: list[str] = []
+
+    def compute(seconds: float, rows: list[str]) -> list[str]:
+        clock.now += seconds * len(rows)
+        order.extend(rows)
+        return rows
+
+    contexts = Stage("contexts", partial(compute, 0.1), 2)
+    searches = Stage("searches", partial(compute, 0.3), 100)
+    gate = Gate()
+
+    async def ask(sender: str, *stages: Stage) -> None:
+        SENDER.set(sender)
+        with batcher.admit("request", 0.1, clock.now + 60):
+            for stage in stages:
+                await batcher.run(stage, [f"{sender} {stage.name}"], [1], clock.now + 60)
+
+    for _ in range(3):  # so that the seconds are known
+        run(ask("many", contexts, searches))
+    order.clear()
+    many = [ask("many", searches) for _ in range(3)]
+    run(behind(gate, batcher, lambda: [*many, ask("few", contexts, searches)]))
+    assert order == ["many searches", "few contexts", "few searches", *["many searches"] * 2]
 
 
 def test_the_watch_hears_of_every_batch():
@@ -426,6 +488,26 @@ def test_a_batch_that_does_not_end_is_a_problem(batcher, monkeypatch):
     assert run(wait()) == ["", "a batch has not ended after 30 s"]
 
 
+def test_a_failed_batch_that_is_computed_again_request_by_request_is_no_problem(
+    batcher, monkeypatch
+):
+    """The replica was replaced, because all of these together took longer than a batch may take."""
+    monkeypatch.setattr("serve.batcher.time", clock := Clock())
+    gate, problems = Gate(), list[str]()
+
+    def work(rows: list[str]) -> list[str]:
+        if len(rows) > 1:
+            raise RuntimeError("out of memory")
+        clock.now += 20
+        problems.append(batcher.problem())
+        return rows
+
+    stage = Stage("work", work, 10)
+    rows = [batcher.run(stage, [name], [1], clock.now + 100) for name in "abc"]
+    run(behind(gate, batcher, lambda: rows))
+    assert problems == ["", "", ""]
+
+
 def test_batches_that_all_fail_are_noticed_and_one_that_does_not_ends_it(batcher):
     def compute(rows: list[int]) -> list[float]:
         return [1 / row for row in rows]
@@ -448,7 +530,7 @@ class Filtered:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.artifact = SimpleNamespace(uri="pools/replies/v-1")
         self.selected, self.threads = Counter[str](), set[int]()
-        monkeypatch.setattr("serve.masks.filters.select", self._select)
+        monkeypatch.setattr("serve.pools.filters.select", self._select)
 
     def _select(self, pool: Any, allow: Any, deny: Sequence[str], where: Any) -> np.ndarray:
         self.selected[deny[0]] += 1
@@ -461,7 +543,7 @@ def test_masks_are_kept_up_to_a_number_of_bytes_and_made_beside_the_event_loop(m
     for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
         run(masks.allowed_rows(pool, RowFilter(deny=(name,))))
     assert pool.selected == {"a": 1, "b": 2, "c": 1}
-    assert masks.bytes == 2 * ENTRY_BYTES + 20
+    assert masks._masks.currsize == 2 * ENTRY_BYTES + 20
     assert threading.get_ident() not in pool.threads
 
 
@@ -480,5 +562,5 @@ def test_masks_take_no_memory_for_the_ids_of_their_filters(monkeypatch):
         taken_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert masks.bytes == 200 * (ENTRY_BYTES + 10)
-    assert taken_bytes < 2 * masks.bytes
+    assert masks._masks.currsize == 200 * (ENTRY_BYTES + 10)
+    assert taken_bytes < 2 * masks._masks.currsize

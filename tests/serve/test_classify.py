@@ -92,7 +92,7 @@ def test_texts_of_several_requests_are_computed_together(served):
 
     async def ask_all():
         deadline = time.monotonic() + 60
-        asked = [served.service.classify([f"{text} {at}"], deadline)
+        asked = [served.service.work(deadline).classify([f"{text} {at}"])
                  for text in TEXTS for at in range(5)]  # fmt: skip
         return await asyncio.gather(*asked)
 

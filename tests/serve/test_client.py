@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline import Ranker
-from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
@@ -28,9 +27,9 @@ from serve.http import errors
 from serve.http.api import create_app
 from serve.http.bearer_tokens import BearerTokens
 from serve.refusals import CODES, Refusal
-from serve.service import Service
+from tests.helpers import formula_scores
 
-from .conftest import REPLIES
+from .conftest import REPLIES, Asking
 from .live import serving
 
 CONTEXT = ["hi , what do you do ?", "i paint"]
@@ -56,18 +55,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_ranker, tiny_pool, tiny_classifier) -> Iterator[Engine]:
+def asked(tiny_ranker, tiny_pool, tiny_classifier, asking) -> Asking:
     model = tiny_ranker("poly")
-    engine = Engine(model.uri, [tiny_pool(model)], classifier=tiny_classifier(model))
-    yield engine
-    engine.close()
+    return asking(model, tiny_pool(model), classifier=tiny_classifier(model))
 
 
 @pytest.fixture(scope="module")
-def app(engine) -> Iterator[ASGIApp]:
-    service = Service(lambda: engine, max_wait_s=60.0)
-    yield create_app(service)
-    service.close()
+def engine(asked) -> Engine:
+    return asked.engine
+
+
+@pytest.fixture(scope="module")
+def app(asked) -> ASGIApp:
+    return create_app(asked.service)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +121,8 @@ def error_of(call: Callable[[], Any]) -> ServiceError:
 
 
 def test_texts_are_ranked(url, engine):
-    ranker = load_ranker(Path(engine.model.uri))
-    vectors, mask = inference.context_vectors(ranker, [CONTEXT])
     texts = list(TEXTS.values())
-    logits = vectors[0][mask[0]].numpy() @ inference.candidate_vectors(ranker, texts).numpy().T
-    weights = np.exp(logits - logits.max(0))
-    scores = (weights * logits).sum(0) / weights.sum(0)
+    scores = np.array(formula_scores(load_ranker(Path(engine.model.uri)), CONTEXT, texts))
     order = np.argsort(-scores)[:3]
 
     ranking = ask(url, "rank", CONTEXT, texts, top_k=3)
@@ -188,8 +184,8 @@ def test_texts_are_classified(url):
     assert classified.milliseconds > 0
 
 
-def test_a_service_without_a_model_or_none_at_all_is_not_ready(waits):
-    with serving(create_app(None)) as url:
+def test_a_service_that_refuses_or_none_at_all_is_not_ready(waits):
+    with serving(refused(503)) as url:
         assert ask(url, "ready") is False
     with no_service() as url:
         assert ask(url, "ready") is False
@@ -210,14 +206,13 @@ def test_a_refusal_says_what_is_wrong(url, waits):
     assert waits == [0.0, 0.0]
 
 
-def test_the_token_is_sent(engine):
-    service = Service(lambda: engine, max_wait_s=60.0)
-    app = create_app(service, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
+def test_the_token_is_sent(asked, engine):
+    tokens = BearerTokens([hashlib.sha256(b"open sesame").hexdigest()])
+    app = create_app(asked.service, tokens=tokens)
     with serving(app) as url:
         for token in ("open sesame", "open sesame\n"):  # as a file of one line has it
             assert ask(url, "info", client={"token": token}) == engine.info()
         error = error_of(lambda: ask(url, "info", client={"token": "barley"}))
-    service.close()
     assert (error.code, error.status) == ("unauthorized", 401)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.pools.shard import PoolPart
 from pipeline.search import device, device_scores
-from serve import engine, shards
+from serve import pools
 from serve.engine import Engine
 from serve.shards import PoolShard, ShardedPool
 
@@ -30,8 +30,7 @@ def on_device(monkeypatch):
             super().__init__(rows, *more)
 
     monkeypatch.setattr(device, "_Pass", Counted)
-    for module in (engine, shards):
-        monkeypatch.setattr(module, "search_device", lambda: "cpu")
+    monkeypatch.setattr(pools, "search_device", lambda: "cpu")
     return searched
 
 
@@ -42,7 +41,7 @@ def test_a_pool_on_a_device_gives_the_answers_of_its_files(
     model = tiny_ranker("poly")
     uri = tiny_pool(model)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "search_device", lambda: "")
+        patch.setattr(pools, "search_device", lambda: "")
         plain = asking(model, uri)
         expected = plain.rank_pool(CONTEXT, "replies", 5)
     assert plain.engine.pools["replies"].on_device is None and not on_device
@@ -95,5 +94,5 @@ def test_a_kernel_is_compiled_before_the_first_request(
 
 def test_a_replica_s_gpu_is_the_one_that_it_asked_for(monkeypatch):
     for place, name in ((torch.device("cpu"), ""), (torch.device("cuda"), "cuda")):
-        monkeypatch.setattr(engine, "best_device", lambda place=place: place)
-        assert engine.search_device() == name
+        monkeypatch.setattr(pools, "best_device", lambda place=place: place)
+        assert pools.search_device() == name

@@ -22,10 +22,9 @@ import torch
 
 from jobs import embed_pool
 from pipeline import storage
-from pipeline.artifact import open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.engine.draft import draft
-from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.lock import is_leased
@@ -34,45 +33,15 @@ from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
 from serve.engine import Engine
-from serve.masks import RowFilter
 from serve.refusals import Refusal
 from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard
+from tests.helpers import formula_scores
 
 from .conftest import REPLIES, run
 
 CONTEXT = ["hello there", "what do you do ?"]
 TEXTS = ["i paint", "rain again today", "no", "yes, a boat", "a nurse in the harbour"]
-
-
-def own_scores(folder, context, texts):
-    """The scores by the formulas, one candidate at a time."""
-    ranker = load_ranker(Path(folder))
-    if ranker.config.architecture == "cross":
-        return [float(inference.pair_scores(ranker, [context], [[text]])[0]) for text in texts]
-    vectors, mask = inference.context_vectors(ranker, [context])
-    vectors_MD = vectors[0][mask[0]].double().numpy()
-    scores = []
-    for text in texts:
-        logits = vectors_MD @ inference.candidate_vectors(ranker, [text])[0].double().numpy()
-        weights = np.exp(logits - logits.max())
-        scores.append(float((weights * logits).sum() / weights.sum()))
-    return scores
-
-
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
-def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, asking, architecture):
-    model = tiny_ranker(architecture)
-    served = asking(model)
-    ranked = served.rank(CONTEXT, TEXTS, top_k=10)
-    assert served.rank(CONTEXT, TEXTS, top_k=2) == ranked[:2]
-    scores = own_scores(model.uri, CONTEXT, TEXTS)
-    assert len(set(scores)) == len(TEXTS)
-    assert [one.index for one in ranked] == np.argsort(scores)[::-1].tolist()
-    assert [one.score for one in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-4)
-    assert [(one.text, one.id) for one in ranked] == [
-        (TEXTS[r.index], str(r.index)) for r in ranked
-    ]
 
 
 def test_a_version_that_is_refused_may_be_removed(tiny_ranker, tiny_pool, monkeypatch):
@@ -265,9 +234,9 @@ def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, 
 
     async def two():
         deadline = time.monotonic() + 60
-        first = asyncio.ensure_future(service.rank(query, deadline))
+        first = asyncio.ensure_future(service.work(deadline).rank(query))
         await asyncio.to_thread(entered.wait, 60)
-        second = asyncio.ensure_future(service.rank(query, deadline))
+        second = asyncio.ensure_future(service.work(deadline).rank(query))
         await asyncio.sleep(0)  # so that it has handed in its context
         may_end.set()
         await asyncio.gather(first, second)
@@ -291,7 +260,7 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
 
     async def together():
         deadline = time.monotonic() + 60
-        return await asyncio.gather(*(one.service.rank(query, deadline) for query in queries))
+        return await asyncio.gather(*(one.service.work(deadline).rank(query) for query in queries))
 
     for query, answer in zip(queries, run(together()), strict=True):
         alone = one.answer(query).results
@@ -303,11 +272,17 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
         assert answer.certified
 
 
+def scores_of_replies(ranker: Artifact) -> dict[str, float]:
+    """By id, for CONTEXT."""
+    scores = formula_scores(load_ranker(ranker.local()), CONTEXT, list(REPLIES.values()))
+    return dict(zip(REPLIES, scores, strict=True))
+
+
 def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
     model, cross = tiny_ranker("poly"), tiny_ranker("cross")
     one = asking(model, tiny_pool(model), second_stage=cross.uri)
     found = one.rank_pool(CONTEXT, "replies", 4)
-    scores = dict(zip(REPLIES, own_scores(cross.uri, CONTEXT, list(REPLIES.values())), strict=True))
+    scores = scores_of_replies(cross)
     best = sorted(scores, key=lambda name: -scores[name])[:4]
     assert [r.id for r in found] == best
     assert [r.score for r in found] == pytest.approx([scores[name] for name in best], rel=1e-4)
@@ -319,8 +294,8 @@ def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
 def test_together_the_mean_of_both_stages_counts(tiny_ranker, tiny_pool, asking):
     model, cross = tiny_ranker("poly"), tiny_ranker("cross")
     first = asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)
-    again = own_scores(cross.uri, CONTEXT, [REPLIES[result.id] for result in first])
-    means = {r.id: (r.score + score) / 2 for r, score in zip(first, again, strict=True)}
+    again = scores_of_replies(cross)
+    means = {result.id: (result.score + again[result.id]) / 2 for result in first}
     one = asking(
         model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3, together=True
     )
@@ -334,7 +309,7 @@ def test_with_a_second_stage_the_certificate_is_that_of_the_first(tiny_ranker, t
     """The cross-encoder would prefer a row that the first stage does not hand on."""
     model, cross = tiny_ranker("poly"), tiny_ranker("cross", 1)
     handed_on = [row.id for row in asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)]
-    scores = dict(zip(REPLIES, own_scores(cross.uri, CONTEXT, list(REPLIES.values())), strict=True))
+    scores = scores_of_replies(cross)
     best = max(scores, key=lambda name: scores[name])
     assert best not in handed_on
     one = asking(model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3)
@@ -343,18 +318,6 @@ def test_with_a_second_stage_the_certificate_is_that_of_the_first(tiny_ranker, t
     assert [result.id for result in answer.results] == expected
     assert answer.certified
     assert answer.second_stage == cross.fingerprint
-
-
-def test_a_filter_leaves_the_best_of_what_it_allows(tiny_ranker, tiny_pool, asking):
-    model = tiny_ranker("poly")
-    one = asking(model, tiny_pool(model))
-    every = one.rank_pool(CONTEXT, "replies", 50)
-    allowed = tuple(sorted(REPLIES))[::3]
-    found = one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(allow=allowed))
-    assert [r.id for r in found] == [r.id for r in every if r.id in allowed][:2]
-    assert one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(allow=("nobody",))) == []
-    with pytest.raises(BadInput, match="where: 'language' is not allowed"):
-        one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(where=(("language", ("en",)),)))
 
 
 # What cannot be served is said in one line, before the start (`build`) and in a replica (`Engine`)

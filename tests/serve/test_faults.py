@@ -24,6 +24,7 @@ from urllib.request import urlopen
 import mlflow
 import pytest
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from jobs import embed_pool
@@ -34,6 +35,7 @@ from serve import app
 from serve.batcher import Stage
 from serve.client import Client, ServiceError
 from serve.engine import Engine
+from serve.replica import Replica
 from serve.versions import Versions
 from tests.helpers import free_port, ray_processes
 
@@ -155,6 +157,17 @@ def publish(pools: Path, name: str, version: str) -> Path:
     return folder
 
 
+@contextmanager
+def deployed(name: str, args: app.Args, **options: Any) -> Iterator[None]:
+    """A further application below the path of its name."""
+    application = app.application(args, ray_actor_options={"num_cpus": 0}, **options)
+    serve.run(application, name=name, route_prefix=f"/{name}", logging_config=QUIET)
+    try:
+        yield
+    finally:
+        serve.delete(name)
+
+
 # Its answers
 
 
@@ -230,21 +243,15 @@ def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shar
         name="parts",
         poll_s=0.5,
     )
-    options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
-    application = app.application(args, **options)
-    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
-    try:
-        with steady_load(port, "/parts", "parts") as load:
-            until(lambda: load.answers > 20)
-            assert not any(load.missing_shards)
-            (shard,) = pids("parts-shard-0")
-            os.kill(shard, signal.SIGKILL)
-            until(lambda: [0] in load.missing_shards)
-            until(lambda: not any(load.missing_shards[-20:]))
-            publish(pools, "parts", "v-2")
-            until(lambda: load.versions[-20:] == ["v-2"] * 20)
-    finally:
-        serve.delete("parts")
+    with deployed("parts", args, num_replicas=2), steady_load(port, "/parts", "parts") as load:
+        until(lambda: load.answers > 20)
+        assert not any(load.missing_shards)
+        (shard,) = pids("parts-shard-0")
+        os.kill(shard, signal.SIGKILL)
+        until(lambda: [0] in load.missing_shards)
+        until(lambda: not any(load.missing_shards[-20:]))
+        publish(pools, "parts", "v-2")
+        until(lambda: load.versions[-20:] == ["v-2"] * 20)
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == sum(map(bool, load.missing_shards))
     assert set(map(tuple, load.missing_shards)) == {(), (0,)}
@@ -261,18 +268,13 @@ def test_a_killed_shard_with_a_second_replica_is_not_noticed(port, model, pools)
         on_missing_shard="refuse",
         name="pair",
     )
-    application = app.application(args, num_replicas=1, ray_actor_options={"num_cpus": 0})
-    serve.run(application, name="pair", route_prefix="/pair", logging_config=QUIET)
-    try:
-        with steady_load(port, "/pair", "parts") as load:
-            until(lambda: load.answers > 20)
-            before = set(pids("pair-shard-0"))
-            os.kill(min(before), signal.SIGKILL)
-            until(lambda: len(set(pids("pair-shard-0")) - before) >= 1)  # there is another one
-            heard = load.answers
-            until(lambda: load.answers > heard + 20)
-    finally:
-        serve.delete("pair")
+    with deployed("pair", args, num_replicas=1), steady_load(port, "/pair", "parts") as load:
+        until(lambda: load.answers > 20)
+        before = set(pids("pair-shard-0"))
+        os.kill(min(before), signal.SIGKILL)
+        until(lambda: len(set(pids("pair-shard-0")) - before) >= 1)  # there is another one
+        heard = load.answers
+        until(lambda: load.answers > heard + 20)
     assert len(before) == 2
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == 0 and not any(load.missing_shards)
@@ -347,9 +349,9 @@ def test_slow_senders_take_nobody_elses_place(port):
     assert load.statuses[200] > 100
 
 
-class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
-    """A ranker whose model fails for ever in the process that the file `sick` beside its pools names, as
-    after an error of CUDA."""
+class SickReplica(Replica):
+    """Its model fails for ever in the process that the file `sick` beside its pools names, as after an error
+    of CUDA."""
 
     def _load(self, versions: Versions) -> Engine:
         engine: Engine = super()._load(versions)
@@ -364,39 +366,31 @@ class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
         return engine
 
 
+class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
+    def __init__(self, args: app.Args, shards: list[DeploymentHandle]) -> None:
+        self._replica = SickReplica(args, shards)
+
+
 def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):
     args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="sick", poll_s=0.5)
-    options = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
-    application = app.application(args, func_or_class=SickRanker, **options)
-    serve.run(application, name="sick", route_prefix="/sick", logging_config=QUIET)
-    try:
+    with deployed("sick", args, func_or_class=SickRanker, num_replicas=1):
         assert ask(port, "POST", "/sick/rank", ASKED)[0] == 200
         (sick_pid,) = pids("ServeReplica:sick")
         (pools / "sick").write_text(str(sick_pid))
         until(lambda: ask(port, "POST", "/sick/rank", ASKED)[0] == 500)
         until(lambda: ask(port, "POST", "/sick/rank", ASKED)[0] == 200)
         assert sick_pid not in pids("ServeReplica:sick")
-    finally:
-        serve.delete("sick")
 
 
 def test_a_service_without_replicas_starts_one_for_a_request(port, model, pools):
     args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="asleep")
     scaling = {"min_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 6}
-    application = app.application(
-        args,
-        num_replicas="auto",
-        autoscaling_config={**scaling, "upscale_delay_s": 0, "metrics_interval_s": 1},
-        ray_actor_options={"num_cpus": 0},
-    )
-    serve.run(application, name="asleep", route_prefix="/asleep", logging_config=QUIET)
-    try:
+    scaling |= {"upscale_delay_s": 0, "metrics_interval_s": 1}
+    with deployed("asleep", args, num_replicas="auto", autoscaling_config=scaling):
         assert pids("ServeReplica:asleep") == []
         headers = {"x-timeout-ms": "60000"}
         status, answer = ask(port, "POST", "/asleep/rank", ASKED, headers=headers)
         assert (status, answer["certified"]) == (200, True)
-    finally:
-        serve.delete("asleep")
 
 
 @pytest.mark.timeout(7200)
@@ -431,15 +425,10 @@ def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_
         name="swapped",
         poll_s=0.5,
     )
-    application = app.application(args, num_replicas=2, ray_actor_options={"num_cpus": 0})
-    serve.run(application, name="swapped", route_prefix="/swapped", logging_config=QUIET)
-    try:
-        with steady_load(port, "/swapped") as load:
-            for number in range(1, SWAPS + 1):
-                publish_next(number)
-                until(lambda: load.served[-20:] == [published[-1]] * 20)
-    finally:
-        serve.delete("swapped")
+    with deployed("swapped", args, num_replicas=2), steady_load(port, "/swapped") as load:
+        for number in range(1, SWAPS + 1):
+            publish_next(number)
+            until(lambda: load.served[-20:] == [published[-1]] * 20)
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == 0
     assert list(dict.fromkeys(load.served)) == published  # each taken, in order, and none mixed

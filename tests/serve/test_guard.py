@@ -258,6 +258,19 @@ def test_a_sender_asks_no_more_often_than_is_allowed(service, monkeypatch):
     assert [asked("red").status_code for _ in range(2)] == [400, 429]
 
 
+def test_a_rate_of_less_than_one_request_in_10_s_is_kept(service, monkeypatch):
+    """After 10 s the sender was forgotten, and asked again."""
+    monkeypatch.setattr("serve.http.guard.time", clock := Clock())
+    clock.now = time.monotonic()
+    client = TestClient(api.create_app(service, Limits(requests_per_s=0.01)))
+
+    def status_after(seconds: float) -> int:
+        clock.now += seconds
+        return client.post("/rank", content=b"{", headers=JSON).status_code
+
+    assert [status_after(seconds) for seconds in (0, 11, 60, 30)] == [400, 429, 429, 400]
+
+
 def test_the_log_names_the_sender(service, caplog):
     caplog.set_level("INFO", "polyrank.serve.access")
     tokens = BearerTokens([f"search-team={hash_of('red')}", hash_of("blue")])

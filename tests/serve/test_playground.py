@@ -50,49 +50,6 @@ def client(asked) -> TestClient:
 # explain
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "source"), [("bi", {"candidates": TEXTS}), ("poly", {"pool": "replies"})]
-)
-def test_weights_times_products_are_the_scores(
-    tiny_ranker, tiny_pool, asking, architecture, source
-):
-    model = tiny_ranker(architecture)
-    one = asking(model, tiny_pool(model))
-    client = TestClient(api.create_app(one.service))
-    question = {"context": CONTEXT, **source, "top_k": 4}
-    plain = client.post("/rank", json=question).json()
-    answer = client.post("/rank", json={**question, "explain": True}).json()
-    explained = answer["explanation"]
-    assert answer["results"] == [
-        {**result, "weights": explained_result["weights"]}
-        for result, explained_result in zip(plain["results"], answer["results"], strict=True)
-    ]
-    vectors = np.array(explained["vectors"])
-    assert vectors.shape == ({"bi": 1, "poly": 3}[architecture], len(explained["tokens"]))
-    np.testing.assert_allclose(vectors.sum(axis=1), 1.0, atol=1e-4)
-    ranker = one.engine.ranker
-    (row,) = ranker.context_rows([CONTEXT])
-    ((vectors_MD, _),) = one.engine.contexts.run([row])
-    for result in answer["results"]:
-        (text_D,) = one.engine.candidates.run(ranker.candidate_rows([result["text"]]))
-        logits_M = vectors_MD.double().numpy() @ text_D.double().numpy()
-        np.testing.assert_allclose(result["weights"], softmax(logits_M), atol=2e-6)
-        assert np.dot(result["weights"], logits_M) == pytest.approx(result["score"], rel=1e-4)
-
-
-def test_the_tokens_are_what_the_model_read(client, asked):
-    answer = client.post("/rank", json={"context": ["ab", "c" * 100], "pool": "replies",
-                                        "explain": True}).json()  # fmt: skip
-    tokens = answer["explanation"]["tokens"]
-    assert (tokens[0], tokens[-1], len(tokens)) == ("[CLS]", " [SEP]", 48)
-    assert {token.strip() for token in tokens[1:-1]} == {"c"}
-
-
 def test_without_results_there_is_nothing_to_explain(client):
     question = {"context": CONTEXT, "pool": "replies", "allow": ["none"], "explain": True}
     answer = client.post("/rank", json=question).json()
@@ -139,7 +96,7 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
     publish_pool(out, [(pa.table(columns), turned)])
     make_current(str(pools), "faq", "v-1")
     asked = asking(model, str(pools / "faq"))
-    asked.engine.known_contexts["faq"].wait()
+    asked.engine.known_contexts["faq"]._thread.join()
     return asked
 
 
@@ -167,7 +124,7 @@ def test_a_pool_without_known_questions_names_none(client):
 
 
 def test_a_pool_with_too_many_known_questions_names_none(faq, monkeypatch):
-    (pool,) = faq.engine.pools.values()
+    (pool,) = (served.pool for served in faq.engine.local_pools)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is not None
     monkeypatch.setattr(known_contexts, "MOST", 2)
     assert known_contexts.KnownContexts.of(pool, faq.engine.ranker) is None

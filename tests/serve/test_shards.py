@@ -7,8 +7,10 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,12 +21,13 @@ from pipeline.config import BadInput
 from pipeline.pools.lock import is_leased
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import PoolPart
-from serve.app import _DeployedShard
 from serve.batcher import Batcher
 from serve.engine import Engine
 from serve.http import api
-from serve.masks import ALL_ROWS, Masks, RowFilter
+from serve.pools import ALL_ROWS, Masks, RowFilter
 from serve.refusals import Refusal
+from serve.replica import _DeployedShard
+from serve.service import RankQuery
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -222,6 +225,46 @@ def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, 
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
 
 
+class Refusing(InProcess):
+    """It opens versions, and refuses all queries."""
+
+    async def search(self, query):
+        return Refusal("overloaded", retry_after_s=1.0)
+
+
+class Cancelled(Silent):
+    """It says whether its query was cancelled."""
+
+    def __init__(self, share):
+        super().__init__(share)
+        self.was_cancelled = False
+
+    async def search(self, query):
+        try:
+            await super().search(query)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+def test_if_one_shard_refuses_the_others_do_not_search_on(model, version):
+    """Where there was too much to do, all other shards searched for a request that was refused."""
+    shards = [Refusing(PoolPart(0, 2)), Cancelled(PoolPart(1, 2))]
+    one = Asking(Engine(model.uri, sharded=[ShardedPool(version, shards, 60.0, "answer")]))
+
+    async def ask():
+        with pytest.raises(Refusal, match="Too much is waiting"):
+            await one.service.work(time.monotonic() + 60).rank(
+                RankQuery(CONTEXT, None, "replies", 3)
+            )
+        return shards[1].was_cancelled
+
+    assert asyncio.run(ask())
+    one.service.close()
+    for shard in shards:
+        shard.shard.close()
+
+
 def test_a_shard_that_has_too_much_to_do_makes_no_masks(version, sharded, shards, monkeypatch):
     """They read all rows of a pool."""
     asked = sharded()
@@ -290,3 +333,15 @@ def test_a_search_whose_replica_died_is_tried_on_another_one():
     assert asyncio.run(_DeployedShard(DyingReplicas(1)).search(None)) == "answer"
     with pytest.raises(ShardUnavailable):
         asyncio.run(_DeployedShard(DyingReplicas(2)).search(None))
+
+
+def test_a_shard_that_does_not_open_in_time_is_unavailable():
+    """An error without a text ended in an IndexError."""
+
+    def time_out(timeout_s: float):
+        raise TimeoutError
+
+    reply = SimpleNamespace(result=time_out)
+    handle = SimpleNamespace(open=SimpleNamespace(remote=lambda version: reply))
+    with pytest.raises(ShardUnavailable, match="TimeoutError"):
+        _DeployedShard(handle).open("v-1")

@@ -27,13 +27,12 @@ from pipeline.pools.lock import is_leased
 from pipeline.pools.pool import make_current
 from serve import versions
 from serve.engine import Engine
-from serve.follower import Follower, close_later
+from serve.follower import Follower, close_later, collect_garbage
 from serve.versions import (
     Decider,
     Decision,
     PollingDecider,
     Report,
-    Targets,
     Versions,
     resolve,
     without_folders,
@@ -81,8 +80,8 @@ def failing_once(name: str) -> Callable[[str], bytes]:
     return read
 
 
-def targets(model: Any, pools: Path) -> Targets:
-    return Targets(model.uri, (str(pools / "replies"),))
+def resolved(model: Any, pools: Path) -> tuple[Versions, list[str]]:
+    return resolve(model.uri, [str(pools / "replies")])
 
 
 class SteppedDecider(Decider):
@@ -127,13 +126,12 @@ def test_the_deciders_process_loads_no_model():
 
 def test_the_current_version_is_wanted(model, pools, publish):
     first = publish(model, "v-1")
-    assert resolve(targets(model, pools))[0].pools == (first,)
+    assert resolved(model, pools)[0].pools == (first,)
     second = publish(model, "v-2")
-    versions, problems = resolve(targets(model, pools))
+    versions, problems = resolved(model, pools)
     assert (versions.pools, problems) == ((second,), [])
     assert versions.fingerprint == model.fingerprint
-    pinned = Targets(model.uri, (first,))
-    assert resolve(pinned)[0].pools == (first,)
+    assert resolve(model.uri, [first])[0].pools == (first,)
 
 
 @pytest.mark.parametrize("current", [b"v-9\n", b"\xff\xfe", b"", b"../../etc\n"])
@@ -141,7 +139,7 @@ def test_a_damaged_current_means_the_newest_whole_version(model, pools, publish,
     publish(model, "v-1", "2026-01-01T00:00:00+00:00")
     newest = publish(model, "v-0", "2026-01-02T00:00:00+00:00")
     (pools / "replies" / "CURRENT").write_bytes(current)
-    versions, problems = resolve(targets(model, pools))
+    versions, problems = resolved(model, pools)
     assert versions.pools == (newest,)
     assert "v-0 is served" in problems[-1]
 
@@ -151,10 +149,10 @@ def test_a_pool_of_the_next_model_waits_for_the_model(tiny_ranker, model, pools,
     old = publish(model, "v-1")
     other = tiny_ranker("poly", 1)
     new = publish(other, "v-2")
-    versions, problems = resolve(targets(model, pools))
+    versions, problems = resolved(model, pools)
     assert versions.pools == (old,)
     assert other.fingerprint in problems[0] and "v-1 is served" in problems[0]
-    versions, problems = resolve(targets(other, pools))
+    versions, problems = resolved(other, pools)
     assert (versions.pools, versions.fingerprint, problems) == ((new,), other.fingerprint, [])
 
 
@@ -162,7 +160,7 @@ def test_an_error_of_the_storage_is_no_damage(model, pools, publish, monkeypatch
     publish(model, "v-1")
     monkeypatch.setattr("serve.versions.storage.read_bytes", failing_once("CURRENT"))
     with pytest.raises(OSError, match="connection reset"):
-        resolve(targets(model, pools))
+        resolved(model, pools)
 
 
 @pytest.mark.parametrize(
@@ -453,8 +451,9 @@ def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock,
 @pytest.mark.slow
 def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
     publish(model, "v-1")
-    engine = engine_of(resolve(targets(model, pools))[0])
+    engine = engine_of(resolved(model, pools)[0])
     reference = weakref.ref(engine)
+    collect_garbage()  # as after a load: it was left out of all later collections
     timer = close_later(engine.close, 60.0)
     timer.cancel()
     del engine
@@ -505,10 +504,10 @@ def test_versions_that_cannot_be_resolved_for_any_reason_are_a_problem(model, po
 
 
 def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, monkeypatch):
-    looks: list[Targets] = []
+    looks = list[str]()
 
-    def resolve_nothing(targets: Targets, *pools: Any) -> Any:
-        looks.append(targets)
+    def resolve_nothing(model: str, *pools: Any) -> Any:
+        looks.append(model)
         raise BadInput("no version to serve")
 
     monkeypatch.setattr("serve.versions.resolve", resolve_nothing)
@@ -536,14 +535,15 @@ def test_a_service_that_slept_starts_though_its_old_version_was_removed(
 def test_vectors_that_are_not_the_models_are_refused(model, pools, publish):
     """As another build of the same weights might make them: the manifest cannot tell."""
     publish(model, "v-1")
-    engine = engine_of(resolve(targets(model, pools))[0])
+    engine = engine_of(resolved(model, pools)[0])
     with pytest.raises(BadInput, match="is not what the model makes of its text"):
         pool = engine.pools["replies"]
-        shards = tuple(
-            replace(shard, vectors=shard.vectors._replace(matrix=shard.vectors.matrix[::-1].copy()))
-            for shard in pool.shards
-        )
-        engine._check(replace(pool, shards=shards))
+        vectors = [canary.vector_D for canary in reversed(pool.canaries)]
+        pool.canaries = [
+            canary._replace(vector_D=vector_D)
+            for canary, vector_D in zip(pool.canaries, vectors, strict=True)
+        ]
+        engine._check_pools()
 
 
 def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, publish, clock):
@@ -582,7 +582,7 @@ def test_a_decider_that_starts_again_decides_nothing_before_it_has_heard_all(
 def test_no_replica_waits_for_a_registry_that_hangs(model, pools, publish, monkeypatch):
     """Sixteen replicas waited for 79 s."""
     publish(model, "v-1")
-    wanted, _ = resolve(targets(model, pools))
+    wanted, _ = resolved(model, pools)
     may_end, is_asked = threading.Event(), threading.Event()
 
     def hang(*asked: Any) -> Any:
@@ -650,7 +650,7 @@ def test_a_current_that_cannot_be_read_for_once_changes_nothing(
 def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, monkeypatch):
     """New replicas start meanwhile, with what is served."""
     publish(model, "v-1")
-    served, _ = resolve(targets(model, pools))
+    served, _ = resolved(model, pools)
     before = mlflow.get_tracking_uri()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         mlflow.set_tracking_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from serve import app
-from serve.engine import Engine
 from serve.http.api import create_app
 from serve.http.guard import MODEL
-from serve.service import Service
+from serve.service import Service, Work
+from tests.helpers import formula_scores
 
 from .live import serving
 
@@ -46,16 +46,7 @@ class Live(NamedTuple):
         return self.http.post(path, content=json.dumps(body), headers=headers)
 
     def scores(self, query: str, texts: list[str]) -> np.ndarray:
-        """By the formulas, one candidate at a time."""
-        if self.ranker.config.architecture == "cross":
-            return np.array(
-                [float(inference.pair_scores(self.ranker, [[query]], [[t]])[0]) for t in texts]
-            )
-        vectors, mask = inference.context_vectors(self.ranker, [[query]])
-        logits_MC = vectors[0][mask[0]].double().numpy() @ self.vectors(texts).T
-        weights_MC = np.exp(logits_MC - logits_MC.max(0))
-        # Rounded: two of the texts are equal, and some machines' BLAS differs between their columns.
-        return np.round((weights_MC * logits_MC).sum(0) / weights_MC.sum(0), 9)
+        return np.array(formula_scores(self.ranker, [query], texts))
 
     def vectors(self, texts: list[str]) -> np.ndarray:
         """Of candidates, one at a time; as long as they are."""
@@ -68,7 +59,7 @@ class Live(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
+def live(tiny_ranker, asking) -> Iterator[Callable[[str], Live]]:
     """`live("poly")`: a service of that architecture, started once."""
     made: dict[str, Live] = {}
     with ExitStack() as stack:
@@ -76,11 +67,8 @@ def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
         def start(architecture: str) -> Live:
             if architecture not in made:
                 artifact = tiny_ranker(architecture)
-                engine = Engine(artifact.uri)
-                service = Service(lambda: engine, max_wait_s=60.0)
-                stack.callback(engine.close)
-                stack.callback(service.close)
-                url = stack.enter_context(serving(create_app(service, names=[NAME])))
+                app = create_app(asking(artifact).service, names=[NAME])
+                url = stack.enter_context(serving(app))
                 http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
                 made[architecture] = Live(url, http, artifact, load_ranker(Path(artifact.uri)))
             return made[architecture]
@@ -272,7 +260,7 @@ def test_scores_that_are_1_keep_their_order(live, monkeypatch):
     async def scores(*asked: Any) -> tuple[list[float], int]:
         return [40.0, 700.0, -800.0, 50.0], 1
 
-    monkeypatch.setattr(Service, "scores", scores)
+    monkeypatch.setattr(Work, "scores", scores)
     answer = one.post("/rerank", {"query": QUERY, "texts": TEXTS[:4]}).json()
     assert answer == [
         {"index": 1, "score": 1.0}, {"index": 3, "score": 1.0}, {"index": 0, "score": 1.0},
@@ -296,13 +284,10 @@ def test_teis_embeddings(live):
     assert np.allclose(cut, unit(vectors[:, :5]), atol=1e-5)
 
 
-def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker):
-    with ExitStack() as stack:
-        champion, candidate = (Engine(tiny_ranker("bi", seed).uri) for seed in (0, 1))
-        service = Service(lambda: champion, max_wait_s=60.0, candidate=lambda: candidate)
-        for closing in (champion, candidate, service):
-            stack.callback(closing.close)
-        client = stack.enter_context(TestClient(create_app(service)))
+def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker, asking):
+    champion, candidate = (asking(tiny_ranker("bi", seed)).engine for seed in (0, 1))
+    service = Service(lambda: champion, max_wait_s=60.0, candidate=lambda: candidate)
+    with closing(service), TestClient(create_app(service)) as client:
         rerank = client.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS})
         assert rerank.json()["model"] == rerank.headers[MODEL] == candidate.model.fingerprint
         texts = unit(inference.candidate_vectors(champion.ranker, TEXTS).numpy())
@@ -446,14 +431,9 @@ def test_a_model_that_is_not_served_is_refused(live, path, body):
         assert one.post(path, {**body, "model": name}).status_code == 200
 
 
-def test_without_names_any_model_means_the_served_one(tiny_ranker):
+def test_without_names_any_model_means_the_served_one(tiny_ranker, asking):
     """Many clients must send one."""
-    with ExitStack() as stack:
-        engine = Engine(tiny_ranker("bi").uri)
-        service = Service(lambda: engine, max_wait_s=60.0)
-        stack.callback(engine.close)
-        stack.callback(service.close)
-        client = stack.enter_context(TestClient(create_app(service)))
+    with TestClient(create_app(asking(tiny_ranker("bi")).service)) as client:
         body = {"query": QUERY, "documents": TEXTS, "model": "rerank-v3.5"}
         assert client.post("/v2/rerank", json=body).status_code == 200
         assert client.get("/v1/models/rerank-v3.5").status_code == 404

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ray import serve
 
 from serve.app import Args
-from serve.engine import Engine, PoolQuery
+from serve.engine import Engine
 
 
 class InProcess:
@@ -20,7 +20,8 @@ class InProcess:
     def __init__(self, args: Args, pool: str, top_k: int) -> None:
         """`pool`: the name of one of the pools of `args`."""
         self._engine = Engine(args.model, args.pools, args.precision)
-        self._pool, self._top_k = pool, top_k
+        (self._pool,) = (served for served in self._engine.local_pools if served.name == pool)
+        self._top_k = top_k
 
     def time_once(self, context: Sequence[str]) -> float:
         """Seconds of one ranking."""
@@ -39,8 +40,11 @@ class InProcess:
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine = self._engine
         vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
-        queries = [PoolQuery(rows, mask, self._top_k, None) for rows, mask in vectors]
-        engine.searches[self._pool].run(queries)
+        queries = [
+            (engine.pool_query(vectors_MD, mask_M, self._top_k), None)
+            for vectors_MD, mask_M in vectors
+        ]
+        self._pool.stage.run(queries)
 
 
 _app = FastAPI()

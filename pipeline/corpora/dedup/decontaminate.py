@@ -21,7 +21,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +55,7 @@ from pipeline.engine.draft import Draft
 from pipeline.engine.executors import ObjectRef
 from pipeline.engine.records import TaskRecord
 from pipeline.engine.run import run_tasks
+from pipeline.storage.prefetch import map_prefetched
 
 _GRAMS = pa.schema(
     [("gram", pa.uint64()), ("set", pa.int32()), ("group", pa.uint64()), ("id", pa.string())]
@@ -213,10 +213,9 @@ def _read_filter(draft: Draft, layout: Layout) -> Filter:
 
     bits = np.empty((1 << layout.filter_bits) // 8, np.uint8)
     parts = bits.reshape(layout.bucket_count, -1)
-    with ThreadPoolExecutor(16) as pool:
-        tasks = bucket_tasks("evaluation-index", layout.bucket_count)
-        for part, part_bits in zip(parts, pool.map(read, tasks), strict=True):
-            part[:] = np.frombuffer(part_bits, np.uint8)
+    tasks = bucket_tasks("evaluation-index", layout.bucket_count)
+    for part, part_bits in zip(parts, map_prefetched(read, tasks), strict=True):
+        part[:] = np.frombuffer(part_bits, np.uint8)
     return Filter(bits, layout)
 
 

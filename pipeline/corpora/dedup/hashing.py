@@ -20,25 +20,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.arrays import Ints
+from pipeline.arrays import GOLDEN, Ints, mix
 
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _BASE = 0xD1342543DE82EF95  # odd, and 5 mod 8: B - 1 has few factors 2, so swaps keep their bits
-
-
-def mix(values: Hashes) -> Hashes:
-    """A bijection that spreads every bit over all: the finaliser of SplitMix64 (Steele 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def random_hashes(count: int, stream: int) -> Hashes:
     """SplitMix64's numbers: the same on every machine and with every version of numpy."""
     start = stream << 32
-    return mix(np.arange(start, start + count, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return mix(np.arange(start, start + count, dtype=np.uint64) * GOLDEN)
 
 
 # A separator is white space, punctuation or a control character (Unicode's Z, P and C); letters,

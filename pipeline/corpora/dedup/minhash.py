@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.arrays import Floats, Ints
-from pipeline.corpora.dedup.hashing import Hashes, Tokens, mix, random_hashes, segments
+from pipeline.arrays import Floats, Ints, mix
+from pipeline.corpora.dedup.hashing import Hashes, Tokens, random_hashes, segments
 
 PRIME = (1 << 61) - 1
 _CHUNK = 1 << 15  # shingles at a time: arrays of `permute`, 256 KiB each, stay in a core's cache

@@ -17,7 +17,7 @@ import functools
 import numpy as np
 import pyarrow as pa
 
-from pipeline.arrays import Ints
+from pipeline.arrays import Ints, mix
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing, minhash
 from pipeline.corpora.dedup.examples import (
@@ -115,7 +115,7 @@ def _pair(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     candidates = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
     first, second = _unique_pairs(nodes[candidates[0]], nodes[candidates[1]])
     # A pair is checked in one place, whichever bands find it.
-    place = hashing.bucket_of_hash(hashing.mix(first.astype(np.uint64)), plan.near_buckets)
+    place = hashing.bucket_of_hash(mix(first.astype(np.uint64)), plan.near_buckets)
     pairs = pa.table([first, second], schema=_PAIRS)
     buckets.write(draft, f"{task}-pairs", pairs, place, plan.near_buckets)
     node, place = _unique_pairs(np.concatenate([first, second]), np.tile(place, 2))

@@ -3,7 +3,9 @@
 The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV and JSON lines apart (`.csv`,
 `.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
 tab means TSV, anything else CSV. JSON is objects, one in a line or otherwise, or an array of objects. CSV
-and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
+and TSV begin with the names of their columns; fields in double quotes may hold line breaks. A field that is
+NULL, \\N, nan, NaN, <NA> or #N/A is empty: data bases, pandas and Excel write empty cells so. None, N/A and
+null are texts, which people write as answers.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ import csv
 import itertools
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -29,6 +30,7 @@ from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_kinds, file_tasks, raw
 from pipeline.corpora.formats import encodings, json_array, parquet_fetches
+from pipeline.storage.prefetch import map_prefetched
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -44,6 +46,8 @@ _WHOLE_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.0")  # as pandas writes integer
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # a first line that only Excel knows
 _JSON_BEGINNING = re.compile(r"\s*(?:\{|\[\s*(?:\{|$))")
 _OTHER_DELIMITERS = ";\t|"
+# As SQL, pandas and Excel write an empty cell. "None" and "N/A" may be the right answer of a FAQ.
+_EMPTY_CELLS = frozenset(["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +216,8 @@ def require_columns(
     def check(uri: str) -> None:
         next(read(uri, option_columns, reading, file_tasks.ParseReport(), form=form), None)
 
-    with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(check, uris[:_CHECKED_FILES]):
-            pass
+    for _ in map_prefetched(check, uris[:_CHECKED_FILES], threads=8):
+        pass
 
 
 def csv_records(
@@ -315,12 +318,22 @@ def _csv_rows(
     has_one = not set(columns).isdisjoint(option_columns.values())
     hint = delimiter_hint(columns, form) or ("" if has_one else _FIRST_LINE)
     _require_columns(uri, option_columns, columns, hint)
+    emptied = Counter[str]()
     for number, fields in records:
         report.records += 1
         if fields == columns:  # of files that were joined
             report.dropped.add("the names of the columns again", uri, number, "")
-        else:
-            yield number, dict(zip(columns, fields, strict=True))
+            continue
+        row = dict(zip(columns, fields, strict=True))
+        if not _EMPTY_CELLS.isdisjoint(fields):
+            for name, value in row.items():
+                if value in _EMPTY_CELLS:
+                    row[name] = ""
+                    emptied[value] += 1
+        yield number, row
+    if emptied:
+        counts = ", ".join(f"{count:,} {text}" for text, count in sorted(emptied.items()))
+        report.notes.append(f"{uri}: cells that count as empty: {counts}")
 
 
 def _opening(first_line: str) -> str:

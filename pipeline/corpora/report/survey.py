@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from pipeline import storage
-from pipeline.arrays import Ints
+from pipeline.arrays import GOLDEN, Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.corpora.drawn_rows import open_parquet, read_rows
 from pipeline.corpora.schema import EXAMPLE, SPLITS, example_files
 
 _BLOCK_ROWS = 2048  # read at once: a row group of a corpus
@@ -114,10 +115,7 @@ def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) 
         top_values={
             name: _top_values([block.values[name] for block in measures]) for name in own_columns
         },
-        examples={
-            split: _examples(files, corpus.files(f"{split}/", ".parquet"), examples, seed)
-            for split in splits
-        },
+        examples={split: _examples(corpus, split, examples, seed) for split in splits},
     )
 
 
@@ -190,7 +188,7 @@ def _measure(rows: pa.Table) -> _BlockMeasures:
         "response words": pc.count_substring_regex(response, r"\S+"),
     }
     response_hash = _hash(response)
-    pair_hash = _hash(context) * np.uint64(0x9E3779B97F4A7C15) ^ response_hash
+    pair_hash = _hash(context) * GOLDEN ^ response_hash
     return _BlockMeasures(
         {name: values.to_numpy().astype(np.int64) for name, values in lengths.items()},
         response_hash,
@@ -218,7 +216,7 @@ def _measure_blocks(
         by_file[block.file].append(block)
 
     def read(place: int) -> list[_BlockMeasures]:
-        with _open(names[place]) as file:
+        with open_parquet(names[place]) as file:
             return [_measure(_read_block(file, block, columns)) for block in by_file[place]]
 
     rows = sum(block.rows for block in blocks)
@@ -229,16 +227,7 @@ def _measure_blocks(
             bar.update(sum(block.rows for block in by_file[place]))
 
 
-def _open(uri: str) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
-    except (OSError, pa.ArrowInvalid) as error:
-        if isinstance(error, OSError) and error.errno:  # of the system, such as too many open files
-            raise
-        raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
-
-
-def _read_block(file: pq.ParquetFile, block: Block, columns: list[str] | None) -> pa.Table:
+def _read_block(file: pq.ParquetFile, block: Block, columns: list[str]) -> pa.Table:
     """The rows of a block, from the row groups that hold them."""
     sizes = [file.metadata.row_group(place).num_rows for place in range(file.num_row_groups)]
     ends = np.cumsum(sizes)
@@ -250,7 +239,7 @@ def _read_block(file: pq.ParquetFile, block: Block, columns: list[str] | None) -
 
 def _text_columns(uri: str) -> list[str]:
     """The columns of texts that only this corpus has, without those of people."""
-    with _open(uri) as file:
+    with open_parquet(uri) as file:
         return [
             field.name
             for field in file.schema_arrow
@@ -264,7 +253,7 @@ def _group_sizes(files: list[str]) -> Ints:
     """The number of rows of each group of the files. Most formats keep a group in one file."""
     sizes = []
     for uri in tqdm(files, desc="corpus: groups", unit="file"):
-        with _open(uri) as file:
+        with open_parquet(uri) as file:
             groups = file.read(columns=["group_id"])["group_id"]
         sizes.append(groups.value_counts().field("counts").to_numpy())
     return np.concatenate(sizes)
@@ -283,7 +272,7 @@ def _top_responses(names: list[str], blocks: list[Block], hashes: Hashes) -> Ran
     for place in top[counts[top] > 1]:
         block = blocks[number := int(np.searchsorted(ends, first[place], side="right"))]
         row = int(first[place] - ends[number]) + block.rows
-        with _open(names[block.file]) as file:
+        with open_parquet(names[block.file]) as file:
             text = _read_block(file, block, ["response"])["response"][row].as_py()
         ranked.append((text, int(counts[place])))
     return ranked
@@ -299,20 +288,11 @@ def _top_values(parts: list[pa.StructArray]) -> Ranked:
     ]
 
 
-def _examples(
-    file_rows: dict[str, int], files: list[str], count: int, seed: int
-) -> list[dict[str, Any]]:
+def _examples(corpus: Artifact, split: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Rows of a split, drawn at random."""
-    files = [uri for uri in files if uri in file_rows]
-    ends = np.cumsum([file_rows[uri] for uri in files])
-    rng = np.random.default_rng(seed)
-    examples = []
-    for row in np.sort(rng.choice(ends[-1], size=min(count, ends[-1]), replace=False)):
-        place = int(np.searchsorted(ends, row, side="right"))
-        start = int(row - ends[place]) + file_rows[files[place]]
-        with _open(files[place]) as file:
-            examples += _read_block(file, Block(place, start, 1), None).to_pylist()
-    return examples
+    rows, rng = corpus.rows(f"{split}/"), np.random.default_rng(seed)
+    places = np.sort(rng.choice(rows, size=min(count, rows), replace=False))
+    return read_rows(corpus, split, places.tolist(), columns=None)
 
 
 def _rejected_samples(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:

@@ -9,11 +9,7 @@ import torch
 from pipeline.classification.head import Head, fit
 from pipeline.classification.settings import HeadConfig
 from pipeline.config import BadInput
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+from tests.helpers import softmax
 
 
 def weights(head: Head) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import storage
+from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
@@ -28,6 +29,16 @@ class Prepared:
     counts: dict[str, int]
     dropped: dict[str, int]
     notes: list[str]
+
+
+def parse_file(
+    module: Any, file: Path, data: str | bytes | None = None, **options: Any
+) -> tuple[list[dict[str, Any]], ParseReport]:
+    """What a format makes of one file, which is written first where there is `data`."""
+    if data is not None:
+        file.write_bytes(data.encode() if isinstance(data, str) else data)
+    report = ParseReport()
+    return list(module.parse(str(file), Reading(), report, module.Options(**options))), report
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_lines_as_they_were_read_name_no_author(line, expected):
 _names = st.text('"\\\\[]{}:, x').map(lambda text: f"Zaphod{text}")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.recursive(_names, lambda inner: st.lists(inner) | st.dictionaries(_names, inner)),
     st.integers(0, 60),

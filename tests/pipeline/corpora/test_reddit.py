@@ -207,12 +207,6 @@ def test_a_notice_that_a_comment_was_removed_is_as_if_it_said_deleted():
     assert dropped["response deleted"] == dropped["context deleted"] == 1
 
 
-@pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
-def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
-    rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
-    assert len(rows) == made
-
-
 @given(st.text(), st.integers(1, 20))
 def test_a_trimmed_text_is_the_beginning_of_it_cut_at_the_edge_of_a_word(text, most):
     cut = trim(text, most)
@@ -544,15 +538,19 @@ def test_the_blocks_of_a_dump_are_tasks_with_a_cost(sample_files, tmp_path, acto
     assert sum(cost.rows for cost in stage.costs.values()) == lines > 1000
 
 
-def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
-    actors_in_process, sample_files, sample_comments, tmp_path, monkeypatch
+def test_a_corpus_is_the_same_set_however_many_buckets_and_months_its_threads_fall_into(
+    actors_in_process, sample_comments, tmp_path, monkeypatch
 ):
+    """Half of the comments answer one of another month."""
     from jobs import prepare_corpus
 
+    months = sample_comments[::2], sample_comments[1::2]
+    for number, month in enumerate(months, 1):
+        (tmp_path / f"RC_2011-0{number}").write_bytes(lines_of(month))
     monkeypatch.setattr(reddit, "_MIB", 200)
     config = prepare_corpus.Config(
         format="reddit",
-        input=(str(sample_files / "reddit_dump"),),
+        input=tuple(map(str, sorted(tmp_path.glob("RC_*")))),
         output=str(tmp_path / "out"),
         redact=False,
         authors="plain",
@@ -566,32 +564,8 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
     for file, table in zip(files, tables, strict=True):
         assert set(table["split"].to_pylist()) == {file.parent.name}
     rows = [row for table in tables for row in table.to_pylist()]
-    assert as_examples(rows) == oracle(sample_comments)
+    assert as_examples(rows) == oracle([*months[0], *months[1]])
     assert summary["counts"]["examples"] == len(rows)
     assert summary["counts"]["records"] == len(sample_comments)
     assert summary["counts"]["files"] == 2
     assert sum(summary["dropped"].values()) == len(sample_comments) - len(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.shared
-def test_on_real_months_together_parents_in_other_months_are_found(shared, run_job_here, tmp_path):
-    files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))[:3]
-    months = [
-        [json.loads(text) for _, text in raw.read_lines(str(file), raw.Reading())] for file in files
-    ]
-    together = oracle([comment for month in months for comment in month])
-    month_of = {comment["id"]: at for at, month in enumerate(months) for comment in month}
-    assert any(
-        month_of.get(comment["parent_id"].removeprefix("t1_"), at) != at
-        for at, month in enumerate(months)
-        for comment in month
-    )
-    run_job_here(
-        "prepare_corpus", "--corpus", "reddit", "--input", *files, "--output", tmp_path / "out",
-        "--redact", "off", "--authors", "plain"
-    )  # fmt: skip
-    tables = [
-        pq.read_table(file, partitioning=None) for file in (tmp_path / "out").glob("*/*.parquet")
-    ]
-    assert as_examples([row for table in tables for row in table.to_pylist()]) == together

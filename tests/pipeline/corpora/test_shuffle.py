@@ -11,7 +11,7 @@ import pytest
 from pipeline import storage
 from pipeline.corpora import buckets
 from pipeline.corpora.reddit import shuffle
-from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
+from pipeline.corpora.reddit.shuffle import merge_blocks
 from pipeline.engine.draft import Draft
 
 SCHEMA = pa.schema([("number", pa.int64())])
@@ -90,12 +90,3 @@ def test_a_task_that_is_tried_again_after_its_mark_does_not_need_the_blocks(out)
     shuffle._merge(out, "merged-00000", NAMES[:3], BUCKETS)
     shuffle._merge(out, "merged-00000", NAMES[:3], BUCKETS)
     assert Path(out.path("_buckets", "merged-00000")).exists()
-
-
-def test_all_of_reddit_takes_a_hundredth_of_the_requests():
-    """To 2019: 18,600 blocks of 256 MiB of lines, some 40 MB of comments each, and 3,725 buckets."""
-    reddit = Shuffle(18_600, 3_725)
-    assert 18_600 * 3_725 * 3 > 207e6  # without the merge
-    assert (reddit.is_merged, reddit.group_blocks, reddit.files) == (True, 137, 136)
-    assert 2.3e6 < reddit.requests(40 << 20) < 2.5e6
-    assert Shuffle(100, 30).requests(1 << 20) == 9_000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +13,9 @@ import pytest
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.evaluation.drawn_rows import read_rows
+from pipeline.corpora.drawn_rows import read_rows
 from pipeline.evaluation.questions import Question, Questions, questions, validation_questions
+from tests import helpers
 
 COUNT = 600
 C = 5
@@ -258,6 +261,14 @@ def test_rows_come_from_their_places_whatever_the_order_and_the_files(tiny):
     assert [row["response"] for row in found] == [f"r{place}" for place in places]
 
 
+def test_a_damaged_file_is_refused_in_one_line(tiny):
+    corpus = tiny.corpus([{"context": ["c"], "response": "r"}] * 4, split="valid")
+    file = corpus.files("valid/")[0]
+    Path(file).write_bytes(b"x" * 100)
+    with pytest.raises(BadInput, match=f"^{re.escape(file)}: no readable Parquet file"):
+        read_rows(corpus, "valid", [1])
+
+
 # -------------------------------------------------------------------------------------------------
 # Training's questions
 
@@ -348,11 +359,7 @@ def test_places_of_texts():
 
 
 def refusal(corpus, source, **more):
-    with pytest.raises(BadInput) as caught:
-        ask(corpus, source, **more)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return helpers.refusal(ask, corpus, source, **more)
 
 
 def test_corpus_without_candidates_of_its_own_is_refused(sampled):

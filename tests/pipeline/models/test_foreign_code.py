@@ -38,6 +38,7 @@ def _loading_calls() -> list[tuple[str, ast.Call]]:
     return [
         (f"{file.relative_to(ROOT)}:{node.lineno}", node)
         for file in files
+        if "from_pretrained" in file.read_text()
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

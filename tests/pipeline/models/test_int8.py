@@ -47,7 +47,7 @@ def test_a_wide_layer_takes_memory_for_its_products_and_its_outputs_alone():
     assert taken < 2.5 * outputs_NO.nbytes
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
 def test_encoders_of_8_bits_compute_nearly_the_same_alone_and_in_a_batch(tiny, architecture):
     def scores(precision: str, texts: list[str]) -> torch.Tensor:
         ranker = inference.prepare(

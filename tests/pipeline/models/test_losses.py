@@ -16,16 +16,6 @@ from pipeline.models.losses import (
 )
 
 
-def oracle_loss(scores, labels, excluded):
-    """Mean over rows of -log softmax at the label, over the columns that count."""
-    losses = []
-    for row, label, out in zip(scores, labels, excluded, strict=True):
-        counted = row[~out]
-        largest = counted.max()
-        losses.append(largest + np.log(np.exp(counted - largest).sum()) - row[label])
-    return np.mean(losses)
-
-
 @st.composite
 def cases(draw):
     """Scores [B, C], labels, and a key per column, some of them the same."""
@@ -45,19 +35,6 @@ def test_false_negatives_are_other_columns_with_the_right_text(case):
         for label in labels
     ]
     assert false_negatives(torch.tensor(keys)[:, None], torch.tensor(labels)).tolist() == expected
-
-
-@pytest.mark.shared
-def test_loss_of_parlais_scores(shared):
-    stored = np.load(shared / "golden/polyencoder_head.npz")
-    names = [name for name in stored if name.endswith(".scores")]
-    assert len(names) == 7
-    for name in names:
-        scores = stored[name]
-        labels = np.arange(len(scores))
-        expected = oracle_loss(scores.astype(np.float64), labels, np.zeros(scores.shape, bool))
-        loss = ranking_loss(torch.tensor(scores), torch.tensor(labels))
-        assert loss.item() == pytest.approx(expected, abs=1e-5), name
 
 
 @st.composite

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline import Ranker
 from pipeline.models import cpu, inference
 from pipeline.models.encoder import Encoder, set_dropout
 from pipeline.models.interop import sentence_transformers
@@ -76,17 +75,6 @@ def test_a_packed_row_computes_what_transformers_does(folder):
     with torch.no_grad():
         found_BTD = encoder(tokens)
     torch.testing.assert_close(found_BTD[mask_BT], hidden_BTD[mask_BT], rtol=0, atol=1e-4)
-
-
-def test_a_published_folder_ranks(folder):
-    ranker = Ranker.from_sentence_transformers(folder, precision="fp32")
-    for question in QUESTIONS[::10]:
-        ranking = ranker.rank(question, ANSWERS, top_k=3)
-        context = mean_vectors(folder, [PROMPTS["query"] + question])
-        scores = mean_vectors(folder, [PROMPTS["passage"] + text for text in ANSWERS]) @ context[0]
-        best = scores.topk(3)
-        assert [result.text for result in ranking] == [ANSWERS[place] for place in best.indices]
-        assert [result.score for result in ranking] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_pieces_read_as_the_text(ranker):

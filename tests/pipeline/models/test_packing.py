@@ -82,7 +82,7 @@ def outputs_and_gradients(encoder, tokens):
 
 
 @given(LENGTHS, st.integers(0, 99))
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_outputs_and_gradients_are_those_of_the_padded_batch(encoder, lengths, seed):
     tokens = tokens_of(lengths, seed)
     found, gradients = outputs_and_gradients(encoder, tokens)
@@ -160,16 +160,6 @@ def test_groups_keep_to_their_budget_and_a_row_holds_every_token_once(lengths, b
         row * 100 + place for row, length in enumerate(lengths) for place in range(length)
     ]
     assert (rows % 100).tolist() == packed.position_R[: sum(lengths)].tolist()
-
-
-def test_rows_have_little_to_spare_and_few_lengths():
-    tokens = range(1, 10_000)
-    rows = [count + packing._spare_count(count) for count in tokens]
-    assert all(row % 8 == 0 for row in rows)
-    assert all(
-        0 < row - count <= max(8, count / 16) for count, row in zip(tokens, rows, strict=True)
-    )
-    assert len(set(rows[5_000:])) < 20
 
 
 @pytest.mark.gpu

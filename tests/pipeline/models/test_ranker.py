@@ -24,12 +24,12 @@ from transformers import (
     RobertaModel,
 )
 
-from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.encoder import Encoder, freeze, shorten
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import PolyConfig, Shape, ranker_config
+from tests.helpers import refusal
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
 TEXTS = ["w9 w10", "w1", "w11 w12 w13"]
@@ -74,14 +74,6 @@ def saved(tiny, tmp_path):
         return tmp_path / "ranker"
 
     return save
-
-
-def refusal(call, *arguments):
-    with pytest.raises(BadInput) as caught:
-        call(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("kind", KINDS)

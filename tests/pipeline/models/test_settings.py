@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import pytest
 
-from pipeline.config import BadInput, parse
+from pipeline.config import BadInput
 from pipeline.models.settings import (
     BiConfig,
     ConvertConfig,
     CrossConfig,
-    DualConfig,
     PolyConfig,
     RankerConfig,
     read_settings,
@@ -85,28 +83,6 @@ def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further()
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FourthConfig(DualConfig):
-    """An architecture to come."""
-
-    architecture: Literal["fourth"] = "fourth"
-    """Which one."""
-    quantised: bool = True
-    """Eight bits."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job that has four."""
-
-    ranker: RankerConfig | FourthConfig = dataclasses.field(default_factory=PolyConfig)
-
-
-def test_a_fourth_architecture_is_a_dataclass_in_the_union():
-    argv = ["--ranker.architecture", "fourth", "--ranker.quantised", "false"]
-    assert parse(Job, argv, "test").ranker == FourthConfig(quantised=False)
-
-
 def test_no_other_module_asks_which_architecture_a_ranker_has():
     """`encoder.py` and `Shape` compare those of encoders; `to_onnx.py` writes the graph of one."""
     networks = {"BiEncoder", "PolyEncoder", "CrossEncoder", "ConvertNetwork"}
@@ -115,9 +91,10 @@ def test_no_other_module_asks_which_architecture_a_ranker_has():
     excepted = {models / name for name in ("ranker.py", "encoder.py", "interop/to_onnx.py")}
     for folder in ("pipeline", "jobs", "serve"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path in excepted:
+            text = path.read_text()
+            if path in excepted or not any(name in text for name in ("architecture", *networks)):
                 continue
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(text)
             shapes = (part for part in ast.walk(tree) if getattr(part, "name", "") == "Shape")
             in_shapes = {part for shape in shapes for part in ast.walk(shape)}
             for node in set(ast.walk(tree)) - in_shapes:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -69,6 +69,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 @pytest.mark.parametrize("make", [word_piece, byte_pairs])
+@settings(max_examples=20)
 @given(
     st.lists(st.text("abcé.! \n\t\u3000漢\u0301", max_size=400), min_size=1, max_size=4),
     st.lists(

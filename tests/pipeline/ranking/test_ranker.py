@@ -18,6 +18,7 @@ from pipeline.models import inference
 from pipeline.models.encoder import TextEncoder
 from pipeline.models.ranker import load_ranker
 from pipeline.ranking import ranker as ranker_module
+from tests.helpers import formula_scores
 
 from .conftest import REPLIES
 
@@ -27,24 +28,10 @@ LENGTHS = [3, 90, 1, 17, 40, 2, 90, 8]
 ARCHITECTURES = ["bi", "poly", "cross", "convert"]
 
 
-def by_the_formulas(folder: Path, context: list[str], texts: list[str]) -> list[float]:
-    """The scores, one candidate at a time, in float64."""
-    model = load_ranker(folder)
-    if model.config.architecture == "cross":
-        return [float(inference.pair_scores(model, [context], [[text]])[0]) for text in texts]
-    vectors, mask = inference.context_vectors(model, [context])
-    vectors_MD, scores = vectors[0][mask[0]].double().numpy(), []
-    for text in texts:
-        logits = vectors_MD @ inference.candidate_vectors(model, [text])[0].double().numpy()
-        weights = np.exp(logits - logits.max())
-        scores.append(float((weights * logits).sum() / weights.sum()))
-    return scores
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_candidates_stand_in_the_order_of_their_scores(home: Path, architecture: str):
     ranker = Ranker.load(f"rankers/{architecture}")
-    wanted = by_the_formulas(home / "rankers" / architecture, CONTEXT, TEXTS)
+    wanted = formula_scores(load_ranker(home / "rankers" / architecture), CONTEXT, TEXTS)
     assert ranker.score(CONTEXT, TEXTS) == pytest.approx(wanted, rel=1e-5)
     ranking = ranker.rank(CONTEXT, TEXTS, top_k=4)
     order = sorted(range(len(TEXTS)), key=lambda place: (-round(wanted[place], 5), place))[:4]
@@ -145,18 +132,6 @@ def test_vectors_do_not_depend_on_the_batch(home: Path, monkeypatch, architectur
     assert found.vectors.dtype == np.float32 and found.mask.dtype == bool
 
 
-def test_the_vectors_are_those_of_the_embedding_job(home: Path):
-    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
-    wanted = inference.candidate_vectors(load_ranker(home / "rankers/poly"), ["no", "i like tea"])
-    np.testing.assert_allclose(
-        ranker.encode_candidates(["no", "i like tea"]), wanted.numpy(), atol=1e-6
-    )
-    texts = [text for text, _ in REPLIES.values()]
-    np.testing.assert_allclose(
-        ranker.encode_candidates(texts), pool.vectors_at(np.arange(len(pool))), atol=1e-6
-    )
-
-
 def test_of_no_texts_there_are_no_vectors(home: Path):
     ranker = Ranker.load("rankers/poly")
     assert ranker.encode_candidates([]).shape == (0, 16)
@@ -214,19 +189,6 @@ def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
     )
     assert repr(ranker).startswith(f"Ranker('{home}/rankers/poly', poly, ")
     assert len(repr(ranker).splitlines()) == 1
-
-
-def test_a_search_keeps_to_its_filters(home: Path):
-    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
-
-    def ids(**filters: object) -> set[str]:
-        return {one.id for one in ranker.search(pool, CONTEXT, **filters)}
-
-    assert ids(where={"topic": "drinks"}) == {"r2", "r3"}
-    assert ids(where={"topic": ["drinks", "trade"]}, deny=["r2"]) == {"r3", "r4"}
-    assert ids(allow=["r5", "r1", "gone"]) == {"r1", "r5"}
-    nothing = ranker.search(pool, CONTEXT, allow=[])
-    assert len(nothing) == 0 and nothing.certified
 
 
 def test_a_pool_refuses_another_ranker(home: Path):

@@ -102,20 +102,6 @@ def test_bounds_come_near_the_products(dtype):
     assert ((found - products) / sizes).max() < 0.15
 
 
-def test_centres_of_few_vectors_are_the_vectors_and_of_many_lie_among_them():
-    rng = np.random.default_rng(2)
-    vectors = rng.normal(size=(20, 5))
-    centres, of = module.centres_of(vectors, 20)
-    np.testing.assert_array_equal(centres[of], vectors)
-    groups = np.repeat(rng.normal(size=(4, 5)) * 100, 5, axis=0) + vectors
-    centres, of = module.centres_of(groups, 4)
-    assert len(centres) == 4
-    assert [set(of[at : at + 5]) for at in (0, 5, 10, 15)] == [{of[at]} for at in (0, 5, 10, 15)]
-    radius = np.linalg.norm(groups - centres[of], axis=1).max()
-    means = groups.reshape(4, 5, 5).mean(axis=1).repeat(5, axis=0)
-    assert radius < np.linalg.norm(groups - means, axis=1).max()
-
-
 # What a pool keeps
 
 

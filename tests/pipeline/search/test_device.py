@@ -6,7 +6,6 @@ more, with Triton's interpreter: the kernel then scores on the CPU what plain to
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from hypothesis import strategies as st
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.engine.draft import draft
-from pipeline.models.heads import first_m_vectors, learnt_code_vectors
 from pipeline.pools import device_rows
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
@@ -31,7 +29,6 @@ from pipeline.pools.shard import ROWS
 from pipeline.search import device as module
 from pipeline.search import device_scores, top_rows
 from pipeline.search.device_scores import Contexts, Scorer, error_bounds, sensitivity
-from tests.pipeline.models.test_heads import GOLDEN
 from tests.pipeline.search.test_exact import (
     DTYPES,
     check,
@@ -188,31 +185,6 @@ def test_thousands_of_rows_of_many_dimensions(device, dtype, device_dtype, q, m)
     found = dict(module.reaching_rows(pool.on_device, contexts, m, 10, 1.0, None))
     assert sorted(found) == list(range(q))
     assert max(map(len, found.values())) < 250
-
-
-@pytest.mark.shared
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", GOLDEN)
-def test_scores_are_those_of_parlai(shared, name, device):
-    about = json.loads((shared / "golden/polyencoder_head.json").read_text())
-    case = about[GOLDEN.index(name)]
-    stored = np.load(shared / "golden/polyencoder_head.npz")
-    given = {key.split(".")[1]: stored[key] for key in stored if key.split(".")[0] == name}
-    hidden, mask = (torch.from_numpy(given[key]) for key in ("hidden", "mask"))
-    if case["context_codes"] == "learnt":
-        codes = torch.from_numpy(given["codes"])
-        vectors, vector_mask = learnt_code_vectors(hidden, mask, codes, case["attention"])
-    else:
-        vectors, vector_mask = first_m_vectors(hidden, mask, case["m"])
-    for query, candidates in enumerate(given["candidates"]):
-        pool = on(pool_of(candidates), device=device)
-        one = slice(query, query + 1)
-        found = top_rows(
-            pool, vectors[one].numpy(), len(pool), vector_mask[one].numpy(), case["attention"]
-        )
-        expected = given["scores"][query][found.places[0]]
-        np.testing.assert_allclose(found.scores[0], expected, rtol=0, atol=1e-5)
-        assert found.certified.all()
 
 
 # Adversarial pools

@@ -7,13 +7,11 @@ import itertools
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models.heads import poly_scores
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS, Shard
 from pipeline.pools.sketch import fit_rotation, sketch
@@ -180,24 +178,6 @@ def test_a_row_whose_bound_is_no_number_is_looked_at(monkeypatch, method):
     found = top_rows(pool_of(rows), np.full((1, 2, 8), 1e20), 2, method=method)
     assert sorted(found.places[0].tolist()) == [123, 500]
     assert found.scores[0].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("attention", ["dot", "scaled_dot"])
-@pytest.mark.parametrize("m", [1, 7])
-def test_scores_are_those_of_the_model(attention, m):
-    rng = np.random.default_rng(0)
-    rows, vectors = rng.normal(size=(50, 16)), rng.normal(size=(3, m, 16))
-    mask = np.arange(m) < [[1], [max(1, m - 2)], [m]]
-    wanted = poly_scores(
-        torch.tensor(vectors, dtype=torch.float32), torch.tensor(mask),
-        torch.tensor(rows, dtype=torch.float32), attention,
-    ).numpy()  # fmt: skip
-    answer = search(pool_of(rows, [20]), vectors, 50, mask, attention)
-    for query in range(3):
-        places = [int(name.removeprefix("id")) for name in answer.ids[query]]
-        np.testing.assert_allclose(
-            answer.scores[query], wanted[query][places], rtol=2e-5, atol=1e-5
-        )
 
 
 def test_the_vectors_weights_give_the_score():

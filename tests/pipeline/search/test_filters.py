@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.corpora.formats.tables import TableFormat
-from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.raw import Reading
-from pipeline.engine.draft import Draft, draft
-from pipeline.pools import candidates
+from pipeline.engine.draft import draft
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
 from pipeline.pools.shard import ROWS
@@ -22,8 +16,6 @@ from pipeline.search.filters import select
 
 KINDS = ["shoe", "shoe", "hat", None, "hat", "coat"]
 SCHEMA = pa.schema([*ROWS, pa.field("kind", pa.string()), pa.field("size", pa.string())])
-
-PLAIN = Privacy(redact=False, authors="plain", salt="")
 
 
 @pytest.fixture(scope="module")
@@ -78,35 +70,6 @@ def test_a_column_that_is_not_kept_is_refused(pool):
         select(pool, where={"colour": ["red"]})
     with pytest.raises(BadInput, match="where: 'text' is not allowed"):
         select(pool, where={"text": ["id1"]})
-
-
-def test_columns_come_along_from_the_candidates_as_text(tmp_path):
-    rows = [
-        {"id": 1, "text": "a", "kind": "hat", "size": 3},
-        {"id": 2, "text": "a", "kind": "coat", "size": 3},  # another candidate
-        {"id": 3, "text": "b", "kind": None, "size": 2.5},
-        {"id": 4, "text": "c", "kind": ["hat"], "size": 1},
-        {"id": 5, "text": "d", "size": 1},
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
-    assert isinstance(out, Draft)
-    columns = ("id", "text", "kind", "size")
-    pieces, form = [(str(file), None)], candidates.CandidateTable(columns, TableFormat(), 1000)
-    record = candidates._stage_pieces(out, "file-00000", pieces, form, Reading(), PLAIN)
-    table = candidates.read_rows(out, record.parts[0][0])
-    assert table.select(["id", "kind", "size"]).to_pylist() == [
-        {"id": "1", "kind": "hat", "size": "3"},
-        {"id": "2", "kind": "coat", "size": "3"},
-        {"id": "3", "kind": None, "size": "2.5"},
-        {"id": "5", "kind": None, "size": "1"},
-    ]
-    assert len(set(table["content_hash"].to_pylist())) == 4
-    assert record.dropped == {
-        "embed.filter_columns[0] kind: list; allowed: text, numbers, dates": 1,
-    }  # fmt: skip
-    assert record.counts == {"records": 5}
 
 
 @pytest.mark.parametrize("name", ["id", "text", "content_hash", ""])

@@ -177,6 +177,26 @@ def test_a_copy_stays_until_its_last_user_releases_it(memory, tmp_path, monkeypa
     assert not one.exists()
 
 
+def test_downloads_that_meet_in_a_full_cache_keep_its_limit(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2.5 / 1024))  # two of them
+    for name in ("unused", "one", "two"):
+        storage.write_bytes(storage.join(memory, name, "x"), b"." * (1 << 20))
+    unused = node_cache.local_folder(storage.join(memory, "unused"), "v")
+    node_cache.release(unused)
+    folders, read_range = list[Path](), node_cache.with_retries
+
+    def download_another_first(read):
+        monkeypatch.setattr(node_cache, "with_retries", read_range)
+        folders.append(node_cache.local_folder(storage.join(memory, "two"), "v"))
+        return read_range(read)
+
+    monkeypatch.setattr(node_cache, "with_retries", download_another_first)
+    folders.append(node_cache.local_folder(storage.join(memory, "one"), "v"))
+    assert [(folder / "x").stat().st_size for folder in folders] == [1 << 20] * 2
+    assert not unused.exists()
+
+
 def test_a_download_that_fails_is_no_use_of_the_copy(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
     monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1 / 2**30))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.models.encoder import set_dropout
-from pipeline.training.data import TEACHER_COLUMNS, DualCollator, PairCollator
+from pipeline.models.encoder import Encoder, set_dropout
+from pipeline.models.heads import PolyEncoder
+from pipeline.models.settings import PolyConfig, Shape
+from pipeline.models.tokens import Tokens
+from pipeline.training.data import TEACHER_COLUMNS, DualBatch, DualCollator, PairCollator
 from pipeline.training.guide import Guide
 from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation, GuideLimits
+from tests.helpers import memory_kib, restart_peak_memory, run_in_processes
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
@@ -115,58 +118,37 @@ def test_frozen_weights_get_no_gradient(tiny):
     assert all((value is None) is ("context_encoder" in name) for name, value in grads.items())
 
 
-MEASURE = """
-import sys
-from contextlib import nullcontext
-from pathlib import Path
-import torch
-from pipeline.models.encoder import Encoder
-from pipeline.models.heads import PolyEncoder
-from pipeline.models.settings import PolyConfig, Shape
-from pipeline.models.tokens import Tokens
-from pipeline.training.losses import backward, cached_backward
-from pipeline.training.data import DualBatch
-from pipeline.training.losses import DualModule
+def measure_memory(examples, chunk, folder, number):
+    """Writes the KiB that a step takes at its peak; in a process of its own."""
+    shape, special = (
+        Shape(layers=2, width=64, heads=2, positions=64),
+        {"pad": 0, "cls": 2, "sep": 3},
+    )
+    towers = (Encoder.new(shape, 100, special) for _ in range(2))
+    model = DualModule(PolyEncoder(*towers, PolyConfig(m=4)))
 
-examples, chunk = int(sys.argv[1]), int(sys.argv[2])
-torch.set_num_threads(1)
-torch.manual_seed(0)
-def encoder():
-    return Encoder.new(Shape(layers=2, width=64, heads=2, positions=64), 100,
-                       {"pad": 0, "cls": 2, "sep": 3})
-model = DualModule(PolyEncoder(encoder(), encoder(), PolyConfig(m=4)))
-def tokens(rows):
-    mask = torch.ones(rows, 48, dtype=torch.bool)
-    return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)
-batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples)[:, None], tokens(0),
-                  torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1),
-                  torch.zeros(examples, 0), torch.zeros(examples, 0))
-def kib(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(name)]
-    return int(line.split()[1])
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-before = kib("VmRSS")
-(cached_backward(model, chunk) if chunk else backward)(model, batch, nullcontext())
-print(kib("VmHWM") - before)
-"""
+    def tokens(rows):
+        mask = torch.ones(rows, 48, dtype=torch.bool)
+        return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)
 
-
-def test_what_measures_memory_runs(monkeypatch, capsys):
-    """So that the long test below does not drift."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(sys, "argv", ["", "4", "2"])
-    exec(MEASURE, {})
-    assert int(capsys.readouterr().out) >= 0
+    none = torch.zeros(examples, 0)
+    batch = DualBatch(
+        tokens(examples), tokens(examples), torch.arange(examples)[:, None], tokens(0), none.long(),
+        torch.zeros(examples, 1), none, none,
+    )  # fmt: skip
+    restart_peak_memory()
+    before = memory_kib("VmRSS")
+    (cached_backward(model, chunk) if chunk else backward)(model, batch, nullcontext())
+    (folder / "kib").write_text(str(memory_kib("VmHWM") - before))
 
 
 @pytest.mark.long
-def test_memory_grows_less_than_linearly_with_the_negatives():
-    """Peak of the process above what it held before, in KiB, for 31 and 511 negatives."""
+def test_memory_grows_less_than_linearly_with_the_negatives(tmp_path):
+    """Of 31 and 511."""
 
     def peak(examples, chunk):
-        command = [sys.executable, "-c", MEASURE, str(examples), str(chunk)]
-        return int(subprocess.run(command, check=True, capture_output=True).stdout)
+        run_in_processes(partial(measure_memory, examples, chunk), tmp_path, 1, timeout_s=200)
+        return int((tmp_path / "kib").read_text())
 
     few, many, direct = peak(32, 16), peak(512, 16), peak(512, 0)
     assert many < 4 * few  # for 16 times as many

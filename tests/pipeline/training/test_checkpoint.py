@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.training.checkpoint import (
     last_checkpoint,
@@ -16,6 +18,7 @@ from pipeline.training.checkpoint import (
     read_saved,
     read_start,
     read_state,
+    require_same_run,
     tensors_in,
     training_state,
     write_state,
@@ -114,3 +117,32 @@ def test_a_damaged_state_of_another_run_is_named_where_it_lies(checkpoint):
     (folder / "state.json").write_text("{")
     with pytest.raises(BadInput, match=f"^{folder}: not a training state"):
         read_start(str(folder))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    batch: int
+    lora_rank: int = 0
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    task: Task = field(default_factory=lambda: Task(batch=8, lora_rank=2))
+
+
+def test_a_setting_that_an_earlier_version_lacked_counts_as_its_default():
+    earlier = Artifact("earlier", {"config": {"task": {"batch": 8}}, "inputs": {}})
+
+    def require(run):
+        require_same_run(earlier, run, {}, fixed=["task."], may_change=[], otherwise="a new run")
+
+    require(Run())  # its own default is 2
+    for name, task in {
+        "lora_rank is 2": Task(batch=8),
+        "lora_rank is 2 there, 4": Task(batch=8, lora_rank=4),
+        "limit is None there, 0.5": Task(batch=8, lora_rank=2, limit=0.5),
+        "batch is 8 there, 9": Task(batch=9, lora_rank=2),
+    }.items():
+        with pytest.raises(BadInput, match=f"^--continue-from earlier: task.{name}"):
+            require(Run(task=task))

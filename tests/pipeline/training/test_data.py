@@ -126,17 +126,6 @@ def test_a_rest_that_workers_cannot_share_is_left_out_of_the_batch(corpora):
     assert len(set(read)) == len(read) == 300 // 7 // 9 * 63
 
 
-def test_a_worker_less_skips_the_rows_that_were_read(corpora):
-    """8 workers read three batches of 64 of 300 rows; 7 read the rest in batches of 63."""
-    before = Batches(rows_of(corpora(300), 0, 8), Lengths(), 64, window_rows=16)
-    _, cursor = take(before, 3)[-1]
-    after = Batches(rows_of(corpora(300), 0, 7), Lengths(), 64, window_rows=18)
-    walk = after.start([cursor] * 8)
-    first = next(at for _, at in walk)
-    walk.close()
-    assert first == Cursor(epoch=0, window=1, batch=2, world=7)
-
-
 @pytest.mark.parametrize("window_rows", [5, 4096])
 def test_an_epoch_sees_each_row_once_in_another_order(corpora, window_rows):
     epochs = [

@@ -434,18 +434,6 @@ def test_without_its_package_adapters_are_refused_in_one_line(tiny, monkeypatch)
     recipe(tiny).build(0, 1)
 
 
-@pytest.mark.slow
-def test_training_goes_on_with_workers_that_do_not_divide_the_batch(tiny):
-    """Elastic training on 4 to 8 workers may come down to any number between them. All start from the same
-    weights."""
-    made = recipe(tiny)
-    tasks = [made.build(world - 1, world) for world in (1, 3, 8)]
-    assert [task.batches.examples for task in tasks] == [8, 2, 1]
-    assert {task.steps for task in tasks} == {15}
-    first, *others = (task.module.state_dict() for task in tasks)
-    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
-
-
 def asked_with(counts) -> list[Question]:
     """Questions with so many candidates each, two at least."""
     return [

@@ -21,6 +21,7 @@ from pipeline.training.data import (
 from pipeline.training.guide import Guide
 from pipeline.training.losses import DualModule, PairModule, backward, guided
 from pipeline.training.settings import Distillation, GuideLimits
+from tests.helpers import formula_scores
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -126,6 +127,12 @@ OWN = [
 ]
 
 
+def compared_texts(rows, place, wrong, negatives_from):
+    """What the context of a row is compared with: its response, those of others, and wrong candidates."""
+    others = [] if negatives_from == "given" else [row["response"] for row in rows]
+    return [rows[place]["response"], *others[:place], *others[place + 1 :], *wrong]
+
+
 @pytest.mark.parametrize(("negatives_from", "share"), [
     ("given", False), ("both", False), ("given", True), ("mined", True),
 ])  # fmt: skip
@@ -137,22 +144,14 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from, sha
     batch = collated(DualCollator(ranker, 2), OWN)
     wrong = [texts_of(batch.negatives, place) for place in range(8)]
     assert "w4" in wrong
+    loss, shown = DualModule(ranker.network, negatives_from, share_negatives=share)(batch)
     scores, excluded = [], []
-    with torch.no_grad():
-        loss, shown = DualModule(ranker.network, negatives_from, share_negatives=share)(batch)
-        for place, row in enumerate(OWN):
-            own = wrong[2 * place : 2 * place + 2]
-            assert set(own) <= set(row["candidates"]) - {row["response"]}
-            others = [] if negatives_from == "given" else [other["response"] for other in OWN]
-            texts = [
-                row["response"],
-                *(others[:place] + others[place + 1 :]),
-                *(wrong if share else own),
-            ]
-            vectors = inference.context_vectors(ranker, [row["context"]])
-            candidates = inference.candidate_vectors(ranker, texts)
-            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
-            excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
+    for place, row in enumerate(OWN):
+        own = wrong[2 * place : 2 * place + 2]
+        assert set(own) <= set(row["candidates"]) - {row["response"]}
+        texts = compared_texts(OWN, place, wrong if share else own, negatives_from)
+        scores.append(formula_scores(ranker, row["context"], texts))
+        excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
     assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
     kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
     assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
@@ -175,18 +174,13 @@ def test_other_replies_to_a_context_are_no_negatives_in_a_batch(tiny, same_group
     collator = DualCollator(ranker, 1, same_group_negatives=same_group_negatives)
     batch = collated(collator, REPLIES, seed=1)
     wrong = [texts_of(batch.negatives, place) for place in range(4)]
-    module = DualModule(ranker.dual, "both", share_negatives=share)
+    loss, _ = DualModule(ranker.dual, "both", share_negatives=share)(batch)
     scores, excluded = [], []
-    with torch.no_grad():
-        loss, _ = module(batch)
-        vectors = inference.context_vectors(ranker, [row["context"] for row in REPLIES])
-        for place, same in enumerate(SAME_ANSWERS[same_group_negatives]):
-            right = {REPLIES[number]["response"] for number in same}
-            texts = [*(row["response"] for row in REPLIES), *(wrong if share else [wrong[place]])]
-            context = vectors[0][[place]], vectors[1][[place]]
-            candidates = inference.candidate_vectors(ranker, texts)
-            scores.append(ranker.dual.scores(*context, candidates)[0].double().numpy())
-            excluded.append([n != place and text in right for n, text in enumerate(texts)])
+    for place, same in enumerate(SAME_ANSWERS[same_group_negatives]):
+        right = {REPLIES[number]["response"] for number in same}
+        texts = [*(row["response"] for row in REPLIES), *(wrong if share else [wrong[place]])]
+        scores.append(formula_scores(ranker, REPLIES[place]["context"], texts))
+        excluded.append([n != place and text in right for n, text in enumerate(texts)])
     # The other candidate of row 0, w8, answers the same context in row 2; shared, that of row 1 does, too.
     assert wrong[:2] == ["w20", "w8"]
     assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
@@ -548,15 +542,6 @@ GUIDED = [
 GUIDED[1]["candidates"][0] = "w6 w7 w99"
 
 
-def float64_scores(ranker, row, texts):
-    """[C] by the formula of a poly-encoder, of which a bi-encoder is the case of one vector."""
-    vectors_BMD, _ = inference.context_vectors(ranker, [row["context"]])
-    candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
-    logits_CM = candidates_CD @ vectors_BMD[0].double().numpy().T
-    weights_CM = np.exp(logits_CM - logits_CM.max(axis=1, keepdims=True))
-    return (weights_CM * logits_CM).sum(axis=1) / weights_CM.sum(axis=1)
-
-
 def excluded_by(limits, scores_C):
     """By the rule of GISTEmbed, and of the limits; the first text is right. No score is near the limit."""
     right = scores_C[0]
@@ -587,17 +572,12 @@ def test_what_a_guide_scores_above_the_limit_is_no_negative(
     scores, excluded, guide_alone, negatives = [], [], 0, 0
     for place, row in enumerate(GUIDED):
         own = wrong[given * place : given * (place + 1)]
-        others = [] if negatives_from == "given" else [other["response"] for other in GUIDED]
-        texts = [
-            row["response"],
-            *(others[:place] + others[place + 1 :]),
-            *(wrong if share else own),
-        ]
+        texts = compared_texts(GUIDED, place, wrong if share else own, negatives_from)
         is_copy = [n > 0 and text == row["response"] for n, text in enumerate(texts)]
-        by_guide = excluded_by(limits, float64_scores(reads, row, texts))
+        by_guide = excluded_by(limits, np.array(formula_scores(reads, row["context"], texts)))
         if given and place == 1:
             assert by_guide[texts.index("w6 w7 w99")]  # the false negative
-        scores.append(float64_scores(ranker, row, texts))
+        scores.append(formula_scores(ranker, row["context"], texts))
         excluded.append(np.array(is_copy) | by_guide)
         guide_alone += sum(excluded[-1]) - sum(is_copy)
         negatives += len(texts) - 1
@@ -618,7 +598,7 @@ def test_a_guide_of_a_cross_encoder_reads_its_candidates(tiny):
     contexts = [row["context"] for row in PAIR_ROWS]
     scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
     excluded = [
-        excluded_by(limits, float64_scores(reads, row, texts))
+        excluded_by(limits, np.array(formula_scores(reads, row["context"], texts)))
         for row, texts in zip(PAIR_ROWS, candidates, strict=True)
     ]
     assert 0 < np.mean(excluded) < 0.75

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +15,7 @@ from pipeline.training import negatives
 from pipeline.training.data import PLACE, DualCollator, Epoch, Rows, example_columns
 from pipeline.training.negatives import Miner
 from pipeline.training.settings import Mining
-from tests.helpers import run_in_processes
+from tests.helpers import memory_kib, restart_peak_memory, run_in_processes
 
 # Some responses stand twice.
 ROWS = [
@@ -178,12 +177,6 @@ def constant_contexts(ranker, texts):
     return torch.zeros(len(texts), 1, 2), torch.ones(len(texts), 1, dtype=torch.bool)
 
 
-def kib(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(name)]
-    return int(line.split()[1])
-
-
 def measure_memory(folder, number):
     """Writes the KiB that mining the larger corpus needs above the smaller; in a process of its own."""
 
@@ -199,10 +192,10 @@ def measure_memory(folder, number):
         patch.object(inference, "context_vectors", constant_contexts),
     ):
         mine("small.json")  # imports and buffers
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-        before = kib("VmRSS")
+        restart_peak_memory()
+        before = memory_kib("VmRSS")
         mine("large.json")
-        (folder / "grown").write_text(str(kib("VmHWM") - before))
+        (folder / "grown").write_text(str(memory_kib("VmHWM") - before))
 
 
 @pytest.mark.slow

@@ -247,12 +247,6 @@ def test_an_epoch_has_as_many_steps_as_its_tokens_or_its_pairs_of_single_texts_f
     assert batches_of([*corpora], **SINGLE_TEXTS).steps_per_epoch == 90 / (4 * 2)
 
 
-def test_pairs_without_another_response_stay_true(corpus_of):
-    for corpus in (corpus_of(70, same_response=True), corpus_of(1)):
-        found = take(batches_of(corpus, batch_tokens=40), 5)
-        assert all(batch.is_next_B.all() for (batch,), _ in found)
-
-
 def test_an_alternating_run_masks_in_even_steps_and_asks_for_the_next_in_odd_ones(corpus_of):
     for step, (batches, _) in enumerate(take(batches_of(corpus_of(70), objective="alternate"), 8)):
         for batch in batches:

@@ -109,20 +109,6 @@ def test_shares_are_those_of_the_settings():
     assert np.bincount(other).max() < 3 * len(other) / SIZE
 
 
-@settings(max_examples=25)
-@given(rows, st.integers(0, 5), st.data())
-def test_a_pair_is_masked_alike_in_every_batch(pairs, seed, data):
-    which = masker(masked_share=0.5)
-    places = np.arange(len(pairs)) * 7919
-    all_keys = example_keys(seed, 1, 2, places)
-    together = mask(which, pairs, all_keys)
-    for number, pair in enumerate(pairs):
-        assert mask(which, [pair], all_keys[[number]]) == [together[number]]
-    some = data.draw(st.permutations(range(len(pairs))))[: 1 + len(pairs) // 2]
-    again = mask(which, [pairs[n] for n in some], example_keys(seed, 1, 2, places[some]))
-    assert again == [together[n] for n in some]
-
-
 def test_seeds_corpora_epochs_and_places_mask_in_different_ways():
     settings = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     pairs = [([6] * 40, [7] * 40)]

@@ -9,6 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.arrays import GOLDEN, mix
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.hashing import Tokens
 
@@ -109,19 +110,9 @@ def test_every_bit_of_a_hash_takes_part():
 # Sequences
 
 
-@given(NUMBERS, st.data())
-def test_a_segment_is_a_polynomial_of_its_own_values_alone(values, data):
-    start = data.draw(st.integers(0, len(values)))
-    end = data.draw(st.integers(start, len(values)))
-    polynomial = sum(x * hashing._BASE**i for i, x in enumerate(values[start:end])) % 2**64
-    expected = hashing.mix(hashes([polynomial]))
-    assert hashing.segments(hashes(values), np.array([start]), np.array([end])) == expected
-
-
 def test_mixing_gives_the_published_numbers():
     # SplitMix64 seeded with 0 begins with these.
-    golden = np.uint64(hashing._GOLDEN)
-    found = hashing.mix(np.arange(1, 4, dtype=np.uint64) * golden).tolist()
+    found = mix(np.arange(1, 4, dtype=np.uint64) * GOLDEN).tolist()
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
@@ -135,31 +126,6 @@ def test_ngrams_are_all_runs_and_a_short_text_is_one(values, n, shortest):
     found = hashing.ngrams(tokens(values), n, shortest)
     assert found.counts.tolist() == [len(grams) for grams in expected]
     assert same_partition(found.hashes.tolist(), [gram for grams in expected for gram in grams])
-
-
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6))
-def test_beside_puts_each_pair_together(pairs):
-    left, right = tokens([a for a, _ in pairs]), tokens([b for _, b in pairs])
-    assert lists(hashing.concatenate(left, right)) == [a + b for a, b in pairs]
-
-
-@given(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=6))
-def test_distinct_makes_sorted_sets(values):
-    assert lists(hashing.distinct_tokens(tokens(values))) == [sorted(set(row)) for row in values]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
-def test_the_first_of_each_combination(rows):
-    first, second = (np.array([row[side] for row in rows], np.int64) for side in (0, 1))
-    assert hashing.first_of_each(first, second).tolist() == [
-        rows.index(row) for row in sorted(set(rows))
-    ]
-
-
-def test_hashes_together_depend_on_each_and_on_their_order():
-    a, b = hashes([1, 2, 1]), hashes([2, 1, 2])
-    found = hashing.combined_hashes([a, b]).tolist()
-    assert found[0] == found[2] != found[1]
 
 
 def test_hashes_are_the_same_on_every_machine():

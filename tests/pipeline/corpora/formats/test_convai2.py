@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import convai2
-from pipeline.corpora.raw import Reading
+
+from ..conftest import parse_file
 
 TWO_DIALOGUES = """\
 1 your persona: i like to remodel homes.
@@ -27,14 +28,7 @@ TWO_DIALOGUES = """\
 def read(
     folder: Path, text: str, name: str = "train.txt", **options: Any
 ) -> tuple[list[dict[str, Any]], ParseReport]:
-    (folder / name).write_text(text, encoding="utf-8")
-    return read_file(folder / name, **options)
-
-
-def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
-    report = ParseReport()
-    rows = convai2.parse(str(file), Reading(), report, convai2.Options(**options))
-    return list(rows), report
+    return parse_file(convai2, folder / name, text, **options)
 
 
 def test_persona_comes_first_then_the_turns_oldest_first(tmp_path):
@@ -207,7 +201,7 @@ _lines = st.builds("{}{}{}".format, st.sampled_from(["", "1 ", "2 ", "3", "³ ",
 def test_every_line_of_any_text_is_an_example_or_counted(tmp_path_factory, lines):
     file = tmp_path_factory.getbasetemp() / "train any text.txt"
     file.write_bytes("\n".join(lines).encode())
-    rows, report = read_file(file)
+    rows, report = parse_file(convai2, file)
     counted = report.dropped.counts.total() + report.malformed.counts.total()
     assert len(rows) + counted == report.records
     assert len({row["example_id"] for row in rows}) == len(rows)
@@ -245,7 +239,7 @@ def test_the_real_persona_variants_are_the_same_dialogues(shared):
     folder = shared / "data" / "convai2" / "original"
     kinds = ("self_original", "both_original", "both_revised")
     found = [
-        read_file(folder / f"valid_{kind}_no_cands.first500.txt", persona=persona)[0]
+        parse_file(convai2, folder / f"valid_{kind}_no_cands.first500.txt", persona=persona)[0]
         for kind, persona in zip(kinds, ("self", "self", "none"), strict=True)
     ]
     own, both, none = ([(row["context"], row["response"]) for row in rows] for rows in found)
@@ -259,9 +253,11 @@ def test_the_real_persona_variants_are_the_same_dialogues(shared):
 
 @pytest.mark.shared
 def test_the_real_json_is_the_text_file_made_from_it(shared, real_data):
-    rows, report = read_file(shared / "data" / "convai2" / "original" / "En_persona_valid.json")
+    rows, report = parse_file(
+        convai2, shared / "data" / "convai2" / "original" / "En_persona_valid.json"
+    )
     derived = real_data / "convai2" / "derived"
-    texts, _ = read_file(derived / "train_self_original_no_cands.txt")
+    texts, _ = parse_file(convai2, derived / "train_self_original_no_cands.txt")
     for name in ("context", "response"):
         assert [row[name] for row in rows] == [row[name] for row in texts]
     assert (len(rows), report.counts) == (7316, {"dialogues": 1000})

@@ -14,6 +14,7 @@ from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.formats.pairs import Options
 from pipeline.corpora.raw import Reading
 from pipeline.pools.embed import EmbedConfig
+from tests import helpers
 
 TEXT = "context,response\r\nwas kostet das café ?,drei euro fünfzig\r\nund der tee ?,zwei\r\n"
 ROWS = [("was kostet das café ?", "drei euro fünfzig"), ("und der tee ?", "zwei")]
@@ -29,9 +30,7 @@ def read(file, data, **options):
 
 
 def refusal(file, data, **options):
-    with pytest.raises(BadInput) as caught:
-        read(file, data, **options)
-    return str(caught.value)
+    return helpers.refusal(read, file, data, **options)
 
 
 @pytest.mark.parametrize(

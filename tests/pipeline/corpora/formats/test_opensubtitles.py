@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import opensubtitles
-from pipeline.corpora.formats.opensubtitles import Options, clean
-from pipeline.corpora.raw import Reading
+from pipeline.corpora.formats.opensubtitles import clean
+
+from ..conftest import parse_file
 
 
 def read(folder: Path, lines: list[str], name: str = "lines-aaa", **options: Any):
-    (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
-    report = ParseReport()
-    rows = list(opensubtitles.parse(str(folder / name), Reading(), report, Options(**options)))
-    return rows, report
+    text = "".join(f"{line}\n" for line in lines)
+    return parse_file(opensubtitles, folder / name, text, **options)
 
 
 # Lines

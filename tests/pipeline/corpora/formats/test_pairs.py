@@ -372,24 +372,6 @@ def test_a_corpus_read_as_pairs_is_the_same_again(run_job_here, convai2_corpus, 
     assert summary["counts"]["examples"] == len(rows(files)) > 100
 
 
-def test_shares_and_columns_are_read_from_the_command_line(run_job_here, tmp_path):
-    rows = [{"q": f"how are you {n} ?", "a": "fine ."} for n in range(200)]
-    file = write(tmp_path / "rows.csv", rows)
-    arguments = ("--corpus", "pairs", "--input", file, "--output")
-    refusal = run_job_here("prepare_corpus", *arguments, tmp_path / "refused").refusal
-    assert (
-        "pairs.context_column: 'context' and pairs.response_column: 'response' are not allowed; "
-        f"allowed: the columns of {file}: q, a" in refusal
-    )
-    summary = run_job_here(
-        "prepare_corpus", *arguments, tmp_path / "out", "--pairs.context-column", "q",
-        "--pairs.response-column", "a", "--pairs.shares", "0.5", "0.5", "0",
-    ).summary  # fmt: skip
-    counts = summary["counts"]
-    assert counts["examples.train"] + counts["examples.valid"] == 200
-    assert min(counts["examples.train"], counts["examples.valid"]) > 70
-
-
 @pytest.mark.shared
 def test_polyais_json_gives_its_turns_oldest_first(prepare_here, shared):
     file = shared / "data" / "reddit_polyai_json" / "sample-dataset.json"

@@ -1,28 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import starspace
-from pipeline.corpora.formats.starspace import Options
-from pipeline.corpora.raw import MAX_LINE_BYTES, Reading
+from pipeline.corpora.raw import MAX_LINE_BYTES
+
+from ..conftest import parse_file
 
 LINE = "he was born .\tHe wrote  three novels .\tthey are long ."
 SENTENCES = ["he was born .", "He wrote three novels .", "they are long ."]
 
 
-def read(file: Path, data: bytes | str, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
-    file.write_bytes(data.encode() if isinstance(data, str) else data)
-    report = ParseReport()
-    return list(starspace.parse(str(file), Reading(), report, Options(**options))), report
-
-
 def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
     lines = [f"{LINE}\tnumber {n} ." for n in range(100)]
-    rows, report = read(tmp_path / "articles.txt", "\n".join(lines) + "\n")
+    rows, report = parse_file(starspace, tmp_path / "articles.txt", "\n".join(lines) + "\n")
     assert report.records == len(rows) == 100
     for number, row in enumerate(rows):
         every = [*SENTENCES, f"number {number} ."]
@@ -33,7 +26,9 @@ def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
     assert places == {0, 1, 2}
     assert len({row["example_id"] for row in rows}) == 100
     assert len({row["split"] for row in rows}) > 1
-    assert read(tmp_path / "other name.txt", "\n".join(lines[::-1]))[0] == rows[::-1]
+    assert (
+        parse_file(starspace, tmp_path / "other name.txt", "\n".join(lines[::-1]))[0] == rows[::-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,14 +41,16 @@ def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
     ],
 )
 def test_a_file_is_the_split_that_its_name_says(tmp_path, name, split):
-    rows, _ = read(tmp_path / name, "\n".join(f"{LINE}\t{n}" for n in range(50)))
+    rows, _ = parse_file(starspace, tmp_path / name, "\n".join(f"{LINE}\t{n}" for n in range(50)))
     assert {row["split"] for row in rows} == {split}
 
 
 def test_articles_that_make_no_example_are_counted(tmp_path):
     long = b"x" * (MAX_LINE_BYTES + (2 << 20))
     data = "\n".join(["one sentence only .", "", "\t \t", f"{LINE}\t", LINE, "a\tb"]).encode()
-    rows, report = read(tmp_path / "train.txt", data + b"\n" + long + b"\n" + LINE.encode())
+    rows, report = parse_file(
+        starspace, tmp_path / "train.txt", data + b"\n" + long + b"\n" + LINE.encode()
+    )
     assert len(rows) == 2
     assert report.records == 6
     assert report.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
@@ -61,7 +58,9 @@ def test_articles_that_make_no_example_are_counted(tmp_path):
 
 
 def test_options_are_those_of_article_search(tmp_path):
-    rows, _ = read(tmp_path / "train.txt", LINE, queries=2, max_article_characters=10)
+    rows, _ = parse_file(
+        starspace, tmp_path / "train.txt", LINE, queries=2, max_article_characters=10
+    )
     assert len({row["context"][0] for row in rows}) == len(rows) == 2
     assert {len(row["response"]) for row in rows} == {10}
 
@@ -69,8 +68,7 @@ def test_options_are_those_of_article_search(tmp_path):
 @pytest.mark.shared
 def test_the_real_articles_are_all_read(real_data: Path):
     file = real_data / "wikipedia" / "derived_starspace" / "wikipedia_train.txt"
-    report = ParseReport()
-    rows = list(starspace.parse(str(file), Reading(), report, Options()))
+    rows, report = parse_file(starspace, file)
     lines = file.read_text(encoding="utf-8").splitlines()
     assert report.records == len(rows) == 1500
     assert not report.dropped.counts and not report.malformed.counts

@@ -130,6 +130,18 @@ def test_the_names_of_columns_are_no_row_where_files_were_joined(tmp_path):
     assert (report.records, report.dropped.counts) == (5, {"the names of the columns again": 1})
 
 
+def test_what_programs_write_in_empty_cells_of_csv_is_empty_and_what_people_write_is_text(tmp_path):
+    written = ["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A", "nan"]
+    typed = ["None", "N/A", "null", "NA", "-", "Null", "nan bread", " nan"]
+    table = as_csv([{"a": "what", "b": text} for text in (*written, *typed)], ["a", "b"])
+    rows, report = read(tmp_path / "rows.csv", table)
+    assert [row["b"] for _, row in rows] == [""] * len(written) + typed
+    counts = "1 #N/A, 1 <NA>, 1 NULL, 1 NaN, 1 \\N, 2 nan"
+    assert report.notes == [f"{tmp_path}/rows.csv: cells that count as empty: {counts}"]
+    table = as_json([{"a": "what", "b": "NULL"}])  # JSON has a null of its own
+    assert read(tmp_path / "rows.jsonl", table)[0] == [(1, {"a": "what", "b": "NULL"})]
+
+
 def test_a_table_without_names_of_columns_is_refused_with_where_they_stand(tmp_path):
     with pytest.raises(
         BadInput, match=r": one, two \(which its first line that is not blank names\)"

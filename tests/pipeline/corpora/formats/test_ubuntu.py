@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import ubuntu
-from pipeline.corpora.raw import Reading
+
+from ..conftest import parse_file
 
 TRAIN = ["Context", "Utterance", "Label"]
 RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
@@ -32,14 +33,7 @@ def table(*rows: list[str]) -> str:
 def read(
     folder: Path, text: str, name: str = "train.csv", **options: Any
 ) -> tuple[list[dict[str, Any]], ParseReport]:
-    (folder / name).write_bytes(text.encode())
-    return read_file(folder / name, **options)
-
-
-def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
-    report = ParseReport()
-    rows = ubuntu.parse(str(file), Reading(), report, ubuntu.Options(**options))
-    return list(rows), report
+    return parse_file(ubuntu, folder / name, text, **options)
 
 
 def counted(report: ParseReport) -> int:
@@ -234,7 +228,7 @@ def test_genuine_records_give_the_texts_of_parlai(shared, tmp_path, split):
 @pytest.mark.shared
 def test_real_rows_are_those_of_the_csv_module(real_data):
     folder = real_data / "ubuntu" / "derived_v2"
-    rows, report = read_file(folder / "valid.csv", end_of_utterance="none")
+    rows, report = parse_file(ubuntu, folder / "valid.csv", end_of_utterance="none")
     with (folder / "valid.csv").open(newline="", encoding="utf-8") as stream:
         theirs = list(csv.reader(stream))[1:]
 
@@ -247,12 +241,3 @@ def test_real_rows_are_those_of_the_csv_module(real_data):
         assert len(row["context"]) == fields[0].count("__eot__")
         assert [words(text) for text in row["candidates"]] == [words(text) for text in fields[1:]]
     assert len({row["group_id"] for row in rows}) == 654  # dialogues
-
-
-@pytest.mark.shared
-def test_half_of_the_real_training_rows_are_right(real_data):
-    rows, report = read_file(real_data / "ubuntu" / "derived_v2" / "train.csv")
-    assert (len(rows), report.records) == (35_304, 70_608)
-    assert report.dropped.counts == {"label 0": 35_304}
-    assert not report.malformed.counts
-    assert len({row["group_id"] for row in rows}) == 9_010  # 3 of 9,013 dialogues begin as others

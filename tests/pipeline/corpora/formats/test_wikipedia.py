@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia, wikipedia_extracted
-from pipeline.corpora.formats.wikipedia import Options
 from pipeline.corpora.raw import Reading
+
+from ..conftest import parse_file
 
 HEAD = '<doc id="{id}" url="https://en.wikipedia.org/wiki?curid={id}" title="{title}">\n{title}\n\n'
 FOUR = [f"This is the {n} sentence of it." for n in ("first", "second", "third", "fourth")]
@@ -21,10 +22,7 @@ def doc(text: str, name: str = "12", title: str = "Autism") -> str:
 
 
 def read(folder: Path, text: str, **options: Any) -> tuple[list[dict[str, Any]], ParseReport]:
-    (folder / "wiki_00").write_text(text, encoding="utf-8")
-    report = ParseReport()
-    uri = str(folder / "wiki_00")
-    return list(wikipedia.parse(uri, Reading(), report, Options(**options))), report
+    return parse_file(wikipedia, folder / "wiki_00", text, **options)
 
 
 # Pairs and search

@@ -315,6 +315,3 @@ def test_a_dump_that_is_cut_off_is_refused_until_it_is_told_to_keep_what_is_ther
     assert [article.id for article in articles] == ["1", "2"]
     assert report.records == 2
     assert len(report.notes) == 1 and "its 2 whole pages are used" in report.notes[0]
-
-
-# Real dumps

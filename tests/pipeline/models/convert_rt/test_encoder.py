@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import BadInput
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.convert_rt.encoder import (
@@ -37,6 +35,7 @@ from pipeline.models.convert_rt.tokenizer import (
 from pipeline.models.explanation import attention_to_tokens, candidate_weights
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
+from tests.helpers import refusal, softmax
 
 from .conftest import SMALL
 
@@ -108,11 +107,6 @@ def test_feed_forward_2(stored):
 
 
 # Oracles in float64, text by text, without padding
-
-
-def softmax(logits):
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def normed(rows, norm):
@@ -261,13 +255,6 @@ def test_a_text_has_the_same_encoding_of_length_1_alone_and_in_a_batch(convert, 
     torch.testing.assert_close(torch.stack(alone_y), h_y, rtol=0, atol=1e-5)
 
 
-def test_single_context_reads_the_newest_turn_only(convert):
-    h_x, _ = encoded(convert(earlier_turns=0))
-    torch.testing.assert_close(h_x[0], h_x[1])
-    h_x, _ = encoded(convert(earlier_turns=10))
-    assert not torch.allclose(h_x[0], h_x[1], atol=1e-3)
-
-
 def test_the_combination_halves_the_newest_where_nothing_is_earlier(convert):
     """With the encodings of both texts from a single-context view of the same weights."""
     network = convert(earlier_turns=10).network
@@ -329,7 +316,7 @@ def test_parameters_are_the_papers():
 
 
 @pytest.mark.slow
-def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(tmp_path):
+def test_the_papers_model_is_at_most_60_megabytes(tmp_path):
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     # As long as those of a real vocabulary: 7 characters on average.
@@ -337,12 +324,6 @@ def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(tmp_path
     new_ranker(ConvertConfig(), folder, seed=0).save(tmp_path / "model")
     size = sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
     assert 58e6 < size <= 60e6
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        load_ranker(tmp_path / "model")
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) <= 1.0, "other tests may run beside this one"
 
 
 def in_16_bits(ranker):
@@ -387,14 +368,6 @@ def test_training_goes_on_from_a_model_and_a_multi_context_one_from_a_single_one
     with torch.no_grad():
         _, newest, earlier = multi.network.context_views(tokens)
     torch.testing.assert_close(newest.vectors_BMD[1], earlier.vectors_BMD[0], rtol=0, atol=1e-5)
-
-
-def refusal(call, *arguments):
-    with pytest.raises(BadInput) as caught:
-        call(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("change", ["buckets", "missing", "cut", "vocabulary"])

@@ -16,7 +16,7 @@ from pipeline.models.ranker import load_ranker
 
 TEXTS = ["the cat.", "", "😀 жж", "a longer text than the others, it is", "The the the"]
 WIDE = {
-    "width": 256, "windows": (3, 48), "attention_width": 32, "intermediate": 512, "reduction_width": 32,
+    "width": 256, "windows": (3,), "attention_width": 32, "intermediate": 512, "reduction_width": 32,
     "hidden": (256,), "encoding_width": 128,
 }  # fmt: skip
 needs_onnx = pytest.mark.skipif(

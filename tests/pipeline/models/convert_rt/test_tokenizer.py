@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from farmhash import Fingerprint64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from pipeline.models.convert_rt.tokenizer import (
     VOCABULARY,
     ConvertTokenizer,
     Subwords,
-    fingerprint64,
     join_earlier,
     load_vocabulary,
     runs,
@@ -28,7 +28,7 @@ SUBWORDS = [MARK, "a", "t", f"{MARK}the", f"{MARK}cat", "at", " ", f"{MARK}, "]
 @pytest.mark.shared
 def test_fingerprints_are_farmhashs(golden):
     about = golden.about["hash"]
-    hashes = [fingerprint64(piece.encode()) for piece in about["pieces"]]
+    hashes = [Fingerprint64(piece.encode()) for piece in about["pieces"]]
     assert [f"{one:016x}" for one in hashes] == about["fingerprint64_hex"]
     for buckets in (7, 1000):
         assert [one % buckets for one in hashes] == golden.arrays[f"hash.bucket_{buckets}"].tolist()
@@ -173,8 +173,8 @@ def test_right_to_left_text_is_read_in_the_order_in_which_it_is_stored():
 def test_of_a_run_of_megabytes_the_beginning_decides(letter, monkeypatch):
     sizes = []
     monkeypatch.setattr(
-        "pipeline.models.convert_rt.tokenizer.fingerprint64",
-        lambda data: sizes.append(len(data)) or fingerprint64(data),
+        "pipeline.models.convert_rt.tokenizer.Fingerprint64",
+        lambda data: sizes.append(len(data)) or Fingerprint64(data),
     )
     ids = Subwords(["a"], 1000).ids(letter * 1_000_000)
     assert len(ids) == 1 and max(sizes) < 1 << 20

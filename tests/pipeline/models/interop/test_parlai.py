@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.interop import from_parlai
 from pipeline.models.ranker import load_ranker
+from tests import helpers
 
 WIDTH, HEADS, LAYERS, CODES = 8, 2, 2, 5
 MERGES = ["l o", "lo w</w>", "e r</w>", "lo w", "n e", "ne w", "low er</w>", "_ _", "__ n"]
@@ -221,10 +221,7 @@ def test_what_is_read_is_a_ranker_like_any_other(checkpoint, tmp_path):
 
 
 def refusal(folder):
-    with pytest.raises(BadInput) as caught:
-        from_parlai.load(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return helpers.refusal(from_parlai.load, folder)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -18,6 +18,7 @@ from pipeline.models.interop import sentence_transformers
 from pipeline.models.interop.sentence_transformers import Lengths
 from pipeline.models.ranker import load_ranker
 from pipeline.models.tokens import Tokenizer
+from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("fp32")
 
@@ -50,10 +51,7 @@ def exported(ranker, folder):
 
 
 def refusal(folder):
-    with pytest.raises(BadInput) as caught:
-        sentence_transformers.load(folder, Lengths())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return helpers.refusal(sentence_transformers.load, folder, Lengths())
 
 
 def change(path, **values):
@@ -107,13 +105,18 @@ def test_the_library_gives_the_scores_of_pairs_and_they_come_back(
         sentence_transformers.load(folder, Lengths(context=90))
 
 
-@pytest.mark.parametrize(("mode", "normalised"), [("cls", True), ("mean", False)])
-def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalised):
+@pytest.mark.parametrize("kinds", ["cls Normalize", "mean", "cls Dense Normalize"])
+def test_what_the_library_saves_is_read_and_comes_back(tiny, tmp_path, library, kinds):
+    """The last is LaBSE's form: its Dense has a bias and tanh."""
+    torch.manual_seed(0)
     ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
     parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     modules = [parts.Transformer(str(ours), max_seq_length=10)]
-    modules.append(parts.Pooling(16, mode))
-    modules += [parts.Normalize()] if normalised else []
+    modules.append(parts.Pooling(16, kinds.split()[0]))
+    if "Dense" in kinds:
+        modules.append(parts.Dense(16, 16, activation_function=torch.nn.Tanh()))
+        torch.nn.init.normal_(modules[-1].linear.bias)
+    modules += [parts.Normalize()] if "Normalize" in kinds else []
     theirs = library.SentenceTransformer(modules=modules, device="cpu")
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ranker = sentence_transformers.load(tmp_path / "theirs", Lengths())
@@ -123,6 +126,10 @@ def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalise
     expected = theirs.encode(TEXTS, normalize_embeddings=True)  # the library compares cosines
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(vectors(ranker, TEXTS[:-1])[0], found[:-1], rtol=0, atol=1e-5)
+    ranker.save(tmp_path / "saved")
+    again = exported(load_ranker(tmp_path / "saved"), tmp_path / "again") / "candidate"
+    found = library.SentenceTransformer(str(again), device="cpu").encode(TEXTS)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def test_lengths_of_queries_and_documents_are_read(tiny, tmp_path, library):
@@ -141,25 +148,6 @@ def test_lengths_of_queries_and_documents_are_read(tiny, tmp_path, library):
         assert (config.max_context_tokens, config.max_candidate_tokens) == expected
         found = theirs.encode_document(TEXTS, normalize_embeddings=True)
         np.testing.assert_allclose(vectors(ranker)[1], found, rtol=0, atol=1e-5)
-
-
-def test_a_model_in_the_form_of_labse_is_read_and_comes_back(tiny, tmp_path, library):
-    """The first output → Dense with bias and tanh → Normalize."""
-    ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
-    parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
-    torch.manual_seed(0)
-    dense = parts.Dense(16, 16, activation_function=torch.nn.Tanh())
-    torch.nn.init.normal_(dense.linear.bias)
-    modules = [parts.Transformer(str(ours), max_seq_length=30), parts.Pooling(16, "cls"), dense]
-    theirs = library.SentenceTransformer(modules=[*modules, parts.Normalize()], device="cpu")
-    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
-    ranker = sentence_transformers.load(tmp_path / "theirs", Lengths())
-    expected = theirs.encode(TEXTS)
-    np.testing.assert_allclose(vectors(ranker)[1], expected, rtol=0, atol=1e-5)
-    ranker.save(tmp_path / "saved")
-    again = exported(load_ranker(tmp_path / "saved"), tmp_path / "again") / "candidate"
-    found = library.SentenceTransformer(str(again), device="cpu").encode(TEXTS)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.storage.prefetch import map_prefetched
 
 DrawnRow = dict[str, Any]
 _COLUMNS = ["example_id", "group_id", "context", "response", "candidates", "label", "source"]
-_FILES_AT_ONCE = 16  # an object store answers in a tenth of a second each
 
 
 def draw_places(rows: int, count: int, seed: int) -> list[int]:
@@ -25,8 +25,13 @@ def draw_places(rows: int, count: int, seed: int) -> list[int]:
     return random.Random(f"examples {seed}").sample(range(rows), min(rows, count))
 
 
-def read_rows(corpus: Artifact, split: str, places: Sequence[int]) -> list[DrawnRow]:
-    """The examples at some places of a split, in the order of `places`."""
+def read_rows(
+    corpus: Artifact, split: str, places: Sequence[int], columns: list[str] | None = _COLUMNS
+) -> list[DrawnRow]:
+    """The examples at some places of a split, in the order of `places`; `columns` None: all of them.
+
+    Raises BadInput for a damaged file.
+    """
     order = np.argsort(places)
     sorted_places = np.asarray(places, np.int64)[order]
     parts, file_start = list[tuple[str, Ints]](), 0
@@ -38,16 +43,24 @@ def read_rows(corpus: Artifact, split: str, places: Sequence[int]) -> list[Drawn
         if len(places_in_file):
             parts.append((storage.join(corpus.uri, path), places_in_file))
         file_start = file_end
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        tables = list(pool.map(lambda part: _read_places(*part), parts))
+    tables = map_prefetched(lambda part: _read_places(*part, columns), parts)
     rows: list[DrawnRow] = [row for table in tables for row in table.to_pylist()]
     return [rows[index] for index in np.argsort(order)]
 
 
-def _read_places(uri: str, places: Ints) -> pa.Table:
+def open_parquet(uri: str) -> pq.ParquetFile:
+    """Raises BadInput for a damaged file."""
+    try:
+        return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
+    except (OSError, pa.ArrowInvalid) as error:
+        if isinstance(error, OSError) and error.errno:  # of the system, such as too many open files
+            raise
+        raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
+
+
+def _read_places(uri: str, places: Ints, columns: list[str] | None) -> pa.Table:
     """The rows of a file at ascending places."""
-    with storage.open_input(uri) as stream:
-        file = pq.ParquetFile(stream)
+    with open_parquet(uri) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends = np.cumsum(sizes)
         group_of_place = np.searchsorted(ends, places, side="right")
@@ -55,5 +68,5 @@ def _read_places(uri: str, places: Ints) -> pa.Table:
         # Where each group that is read begins in the table, less where it begins in the file.
         ends_in_table = np.cumsum(np.asarray(sizes)[groups])
         shift = ends_in_table - ends[groups]
-        table = file.read_row_groups(groups.tolist(), columns=_COLUMNS)
+        table = file.read_row_groups(groups.tolist(), columns=columns)
         return table.take(pa.array(places + shift[np.searchsorted(groups, group_of_place)]))
