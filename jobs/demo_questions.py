@@ -6,9 +6,9 @@ import textwrap
 from typing import Any
 
 import requests
-from pipeline.evaluation.drawn_rows import read_rows
 
 from pipeline.artifact import open_artifact
+from pipeline.corpora.drawn_rows import read_rows
 
 _DIALOGUES, _ARTICLES = 20, 50
 _TOP_K = 10

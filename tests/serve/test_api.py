@@ -167,8 +167,8 @@ def test_a_replica_that_cannot_compute_is_not_ready(engine, monkeypatch, is_sick
         for _ in range(5):
             assert client.post("/rank", json=poison).status_code == 500
         ready = client.get("/ready")
-        replica = SimpleNamespace(_service=service)
-        check = app.Ranker.func_or_class.check_health(replica)
+        deployment = SimpleNamespace(_replica=service)  # of which a replica says the problem
+        check = app.Ranker.func_or_class.check_health(deployment)
         if is_sick:
             assert error_of(ready, 503)["code"] == "not_ready"
             with pytest.raises(RuntimeError, match=r"batches fail: .*CUDA error"):

@@ -36,6 +36,11 @@ CONFIGS = {
     file.name: yaml.safe_load(file.read_text())
     for file in [*_FOLDER.glob("*.yaml"), *_FOLDER.glob("examples/*.yaml")]
 }
+BUILD = """import sys
+from serve.app import Args, build
+build(Args(model=sys.argv[1], pools=sys.argv[2:]))
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
 
 
 # Loading
@@ -65,11 +70,7 @@ def test_whoever_deploys_a_service_does_not_wait_for_the_libraries_of_its_replic
 ):
     """torch and transformers took 10 of the 46 s until a service answered."""
     model = tiny_ranker("poly")
-    build = f"""import sys
-from serve.app import Args, build
-build(Args(model={model.uri!r}, pools=[{tiny_pool(model)!r}]))
-print(sorted({{"torch", "transformers"}} & set(sys.modules)))"""
-    command = [sys.executable, "-c", build]
+    command = [sys.executable, "-c", BUILD, model.uri, tiny_pool(model)]
     ended = subprocess.run(command, cwd=_FOLDER.parent, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
 

@@ -31,11 +31,10 @@ from jobs import embed_pool
 from pipeline import storage
 from pipeline.pools.pool import make_current
 from pipeline.ranking.results import Result
-from serve import app
+from serve import app, replica
 from serve.batcher import Stage
 from serve.client import Client, ServiceError
 from serve.engine import Engine
-from serve.replica import Replica
 from serve.versions import Versions
 from tests.helpers import free_port, ray_processes
 
@@ -349,7 +348,7 @@ def test_slow_senders_take_nobody_elses_place(port):
     assert load.statuses[200] > 100
 
 
-class SickReplica(Replica):
+class SickReplica(replica.Replica):
     """Its model fails for ever in the process that the file `sick` beside its pools names, as after an error
     of CUDA."""
 
@@ -367,8 +366,9 @@ class SickReplica(Replica):
 
 
 class SickRanker(app.Ranker.func_or_class):  # type: ignore[name-defined, misc]
-    def __init__(self, args: app.Args, shards: list[DeploymentHandle]) -> None:
-        self._replica = SickReplica(args, shards)
+    async def __init__(self, args: app.Args, shards: list[DeploymentHandle]) -> None:
+        replica.Replica = SickReplica  # in this process  # type: ignore[misc]
+        await super().__init__(args, shards)
 
 
 def test_a_replica_that_cannot_compute_is_replaced(port, model, pools):
