@@ -12,9 +12,9 @@ requests, nor large ones move a sender before the others. While one sender asks 
 there, batches are short, the rows of the others are computed without its rows, and their next stage is waited
 for.
 
-Admission: a request is refused if it would wait for too many seconds of work. Only admitted work that comes
-before it counts, and never its own: a list of requests is one request, which its parts do not refuse. The
-seconds are those that requests of the same name took for each unit of cost.
+Admission: a request is refused if it would wait for too many seconds of work, or could not end in time after
+that wait. Only admitted work that comes before it counts as waiting: a list of requests is one request, which
+its parts do not refuse. The seconds are those that requests of the same name took for each unit of cost.
 """
 
 from __future__ import annotations
@@ -294,7 +294,9 @@ class Batcher:
         if left_s <= 0:  # as overloaded, clients would send it again
             return Refusal("too_late")
         waiting_s = self._waiting_s(is_bulk, own_s)
-        if waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
+        # With nothing before it a request is computed, or an estimate that is too high would never change.
+        ends_in_time = not waiting_s or waiting_s + own_s <= left_s
+        if ends_in_time and waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
         message = f"{waiting_s:.1f} s of work are waiting"
         return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
@@ -312,7 +314,8 @@ class Batcher:
 
         `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
         `admission`: that of the list to which it belongs. Raises Refusal (overloaded) if the request would
-        wait for too much work, or for over half of its time, and (too_late) after its deadline.
+        wait for too much work, or for over half of its time, or so long that it cannot end in time; and
+        (too_late) after its deadline.
         """
         admission, mean, sender = admission or Admission(), self._means[name], SENDER.get()
         admission.cost += cost

@@ -248,25 +248,30 @@ Truncate = Annotated[
 ]
 
 
-class _Truncating(BaseModel):
+class _OfTexts(BaseModel):
     truncate: Truncate = None
     truncation: StrictBool | None = Field(
         default=None, description="The same for clients of Voyage."
     )
+    truncation_direction: Literal["right", "Right", None] = "right"
+    truncation_side: Literal["right", None] = None
+    # What stands before a text belongs to the model, which was trained with it or without.
+    instruction: Literal["", None] = None
+    prompt: Literal["", None] = None
 
     @property
     def needs_whole_texts(self) -> bool:
         return any(value in (False, "NONE") for value in (self.truncate, self.truncation))
 
 
-class TextsRerank(_Truncating):
+class TextsRerank(_OfTexts):
     """A rerank request in TEI's format."""
 
     query: FilledText
     texts: Many[FilledText]
+    top_n: Count | None = Field(default=None, description="For LiteLLM: most results.")
     raw_scores: StrictBool | None = False
     return_text: StrictBool | None = False
-    truncation_direction: Literal["right", "Right", None] = "right"
 
 
 class _ForModel(BaseModel):
@@ -276,7 +281,7 @@ class _ForModel(BaseModel):
     )
 
 
-class DocumentsRerank(_ForModel, _Truncating):
+class DocumentsRerank(_ForModel, _OfTexts):
     """A rerank request in the format of Jina, infinity, Cohere and Voyage."""
 
     query: FilledText
@@ -297,7 +302,7 @@ class DocumentsRerank(_ForModel, _Truncating):
         ]
 
 
-class _ToEmbed(_Truncating):
+class _ToEmbed(_OfTexts):
     input_type: (
         Literal["query", "search_query", "document", "search_document", "passage"] | None
     ) = Field(
@@ -336,7 +341,6 @@ class EmbedRequest(_ToEmbed):
 
     inputs: Texts
     normalize: StrictBool | None = Field(default=True, description="Scale the vectors to length 1.")
-    truncation_direction: Literal["right", "Right", None] = "right"
     encoding_format: Literal["float", None] = "float"
 
 
@@ -353,10 +357,22 @@ class EmbeddingsRequest(_ForModel, _ToEmbed):
         default=None, description="Each text is embedded by itself."
     )
     modality: Literal["text"] | None = None
+    normalized: StrictBool | None = Field(
+        default=True, description="For clients of Jina: scale the vectors to length 1."
+    )
 
     @property
     def is_base64(self) -> bool:
         return "base64" in (self.encoding_format, self.embedding_type)
+
+
+class TextsEmbedRequest(_ForModel, _ToEmbed):
+    """An embedding request in Cohere's format."""
+
+    texts: Texts
+    embedding_types: list[Literal["float", "base64"]] | None = Field(
+        default=None, min_length=1, description="null: float."
+    )
 
 
 class Sentences(BaseModel):
@@ -431,16 +447,18 @@ class ApiVersion(BaseModel):
 
 
 class BilledUnits(BaseModel):
-    """A field of Cohere's format. Nothing is billed here."""
+    """A field of Cohere's format: a reranking is one unit, and an embedding has its tokens. Nothing is billed
+    here."""
 
-    search_units: int = 1
+    search_units: int | None = None
+    input_tokens: int | None = None
 
 
 class Meta(BaseModel):
     """Metadata in Cohere's format."""
 
     api_version: ApiVersion
-    billed_units: BilledUnits = BilledUnits()
+    billed_units: BilledUnits
 
 
 class RerankResponse(BaseModel):
@@ -470,6 +488,17 @@ class EmbeddingsResponse(BaseModel):
     data: list[Embedding]
     model: str
     usage: Usage
+
+
+class TextsEmbedResponse(BaseModel):
+    """The embeddings of the texts, in their order, by type; only the vectors in version 1 for a request
+    without `embedding_types`. In base64: little-endian float32. `id` is the request id, as in the logs."""
+
+    response_type: Literal["embeddings_floats", "embeddings_by_type"]
+    id: str
+    texts: list[str]
+    embeddings: list[list[float]] | dict[Literal["float", "base64"], list[list[float]] | list[str]]
+    meta: Meta
 
 
 class ModelCard(BaseModel):

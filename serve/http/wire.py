@@ -13,10 +13,13 @@ Rules for all of them:
   for it.
 - Texts are truncated to the model's maximum, which /info names. With `truncate: false` (TEI) or
   `truncation: false` (Voyage) a longer one is refused.
+- Results have a document only if `return_documents` asks for it, as in Cohere's format. In Jina's they have
+  it by default, but its clients (those of LangChain, LlamaIndex, Haystack, LiteLLM, Dify) take the text by
+  the result's `index`.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`, `priority` (Cohere), `user` (OpenAI),
-  `parameters` (Hugging Face). Fields that would change which parts of
-  the texts are read (`rank_fields`, `truncation_direction`, `late_chunking`), or what an answer holds
+  `parameters` (Hugging Face). Fields that would change what of the texts, or before them, is read
+  (`rank_fields`, `truncation_direction`, `late_chunking`, `instruction`), or what an answer holds
   (`embedding_type`, `output_dtype`), are refused.
 - Errors have the format of `errors.py`.
 """
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -85,7 +88,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
             results=results,
             data=data,
             usage=_usage(tokens),
-            meta=bodies.Meta(api_version=bodies.ApiVersion(version=version)),
+            meta=_meta(version, search_units=1),
         )
 
     refusals = error_responses(*REFUSALS, "unknown_model")
@@ -106,7 +109,7 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
             bodies.TextScore(
                 index=place, score=score, text=texts[place] if body.return_text else None
             )
-            for place, score in best_first
+            for place, score in best_first[: body.top_n]
         ]
 
     @app.post("/v1/rerank", **reranking)
@@ -136,20 +139,59 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
             require_served(body.model)
         work = work_of(request, service, service.champion())
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
-        encode = _base64 if body.is_base64 else Tensor.tolist
+        if body.normalized is not False:
+            vectors_ND = F.normalize(vectors_ND, dim=1)
+        encode = _ENCODINGS["base64" if body.is_base64 else "float"]
 
         def response() -> bodies.EmbeddingsResponse:
-            embeddings = encode(F.normalize(vectors_ND, dim=1))
             return bodies.EmbeddingsResponse(
                 data=[
                     bodies.Embedding(index=n, embedding=vector)
-                    for n, vector in enumerate(embeddings)
+                    for n, vector in enumerate(encode(vectors_ND))
                 ],
                 model=request.state.model,
                 usage=_usage(tokens),
             )
 
         return await json_answer(response, vectors_ND.numel())
+
+    async def embed_texts(
+        body: bodies.TextsEmbedRequest, request: Request, version: str
+    ) -> Response:
+        if names:
+            require_served(body.model)
+        work = work_of(request, service, service.champion())
+        vectors_ND, tokens = await _encode_texts(work, "texts", body.texts, body)
+        by_type = body.embedding_types is not None or version == "2"
+        types = list(dict.fromkeys(body.embedding_types or ["float"]))
+
+        def response() -> bodies.TextsEmbedResponse:
+            unit_vectors_ND = F.normalize(vectors_ND, dim=1)
+            embeddings = {kind: _ENCODINGS[kind](unit_vectors_ND) for kind in types}
+            return bodies.TextsEmbedResponse(
+                response_type="embeddings_by_type" if by_type else "embeddings_floats",
+                id=request.state.request_id,
+                texts=body.texts,
+                embeddings=embeddings if by_type else embeddings["float"],
+                meta=_meta(version, input_tokens=tokens),
+            )
+
+        return await json_answer(response, vectors_ND.numel())
+
+    embedding: dict[str, Any] = {
+        "responses": refusals,
+        "response_model": bodies.TextsEmbedResponse,
+    }
+
+    @app.post("/v1/embed", **embedding)
+    async def embed_v1(body: bodies.TextsEmbedRequest, request: Request) -> Response:
+        """Version 1 of Cohere's format, to vectors of length 1."""
+        return await embed_texts(body, request, "1")
+
+    @app.post("/v2/embed", **embedding)
+    async def embed_v2(body: bodies.TextsEmbedRequest, request: Request) -> Response:
+        """Version 2 of Cohere's format, to vectors of length 1."""
+        return await embed_texts(body, request, "2")
 
     def card(name: str) -> bodies.ModelCard:
         created_at = service.champion().model.manifest["created_at"]
@@ -228,7 +270,7 @@ async def _encode_texts(
     work: Work,
     texts_field: str,
     texts: Sequence[str],
-    body: bodies.EmbedRequest | bodies.EmbeddingsRequest,
+    body: bodies.EmbedRequest | bodies.EmbeddingsRequest | bodies.TextsEmbedRequest,
 ) -> tuple[Tensor, int]:
     """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
 
@@ -274,5 +316,18 @@ def _base64(vectors_ND: Tensor) -> list[str]:
     return [base64.b64encode(row.tobytes()).decode() for row in vectors_ND.numpy().astype("<f4")]
 
 
+_ENCODINGS: Mapping[str, Callable[[Tensor], list[Any]]] = {
+    "float": Tensor.tolist,
+    "base64": _base64,
+}
+"""How vectors are written."""
+
+
 def _usage(tokens: int) -> bodies.Usage:
     return bodies.Usage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+def _meta(version: str, **units: int) -> bodies.Meta:
+    return bodies.Meta(
+        api_version=bodies.ApiVersion(version=version), billed_units=bodies.BilledUnits(**units)
+    )

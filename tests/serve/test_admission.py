@@ -223,6 +223,18 @@ def test_three_times_the_work_that_can_be_done_is_admitted_up_to_the_limit(simul
     assert max(simulation.seconds["small"]) < 2 * 2.0
 
 
+def test_a_request_that_cannot_end_in_time_after_its_wait_is_not_begun(simulation):
+    """Each tenth takes half a second of its 0.6 s. Beside three times too much work they were admitted, and of
+    what was computed two fifths were for requests that came too late."""
+    arrivals = steady(rate=60, seconds=20, timeout_s=0.6)
+    for number, arrival in enumerate(arrivals):
+        arrival.label, arrival.rows = str(number), 4 if number % 10 else 100
+    simulation.run(arrivals)
+    computed = simulation.computed_rows
+    in_vain = [label for label in computed if simulation.codes[label]["ok"] == 0]
+    assert sum(computed[label] for label in in_vain) < 0.25 * computed.total()
+
+
 def test_of_a_burst_as_much_is_admitted_as_may_wait(simulation):
     simulation.run([Arrival(0.0, rows=6, timeout_s=5.0) for _ in range(300)])
     assert simulation.codes["small"] == {"ok": 67, "overloaded": 233}
