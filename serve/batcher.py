@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from serve import tracing
 from serve.refusals import Refusal
@@ -52,7 +52,7 @@ waits for the end of a batch."""
 _NEXT_STAGE_S = 0.01
 """For which the thread waits, in that case, for the next stage of a request of another sender: its rows come
 once the event loop has run, and a batch of the first sender's rows would be computed meanwhile."""
-_MOST = 2 / 3  # of what all ask for
+_DOMINANT_SHARE = 2 / 3  # of what all senders ask for
 _SENDERS = 100  # that are known; more are hardly ever there at once
 _PRESENT_S = 2.0
 """For which a sender is there after a request. What it asked for counts half after so long."""
@@ -60,6 +60,7 @@ _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
 
+RowT = TypeVar("RowT")
 ResultT = TypeVar("ResultT")
 SENDER: ContextVar[str] = ContextVar("sender", default="")
 """The sender of the current request."""
@@ -80,11 +81,11 @@ class _Mean:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Stage(Generic[RowT, ResultT]):
     """A kind of work, whose rows can be computed together."""
 
     name: str
-    run: Callable[[list[Any]], Sequence[Any]]
+    run: Callable[[Sequence[RowT]], Sequence[ResultT]]
     """Rows to their results, in order."""
     batch_cost: float
     """The most cost (usually tokens) in a batch. A row that costs more is computed alone."""
@@ -173,7 +174,7 @@ _part: ContextVar[_Part | None] = ContextVar("part", default=None)
 class _Call:
     """The rows of one request and stage."""
 
-    stage: Stage
+    stage: Stage[Any, Any]
     rows: Sequence[Any]
     costs: Sequence[float]
     part: _Part
@@ -231,8 +232,8 @@ class Batcher:
         `on_batch` is called after each batch."""
         self._max_wait_s, self._on_batch, self._batch_rows = max_wait_s, on_batch, batch_rows
         self._changed = threading.Condition()
-        self._calls: dict[tuple[Stage, float], dict[_Queue, _Heap]] = {}
-        """Heaps, by what is computed together (stage and factor) and by queue. None is empty."""
+        self._calls: dict[tuple[Stage[Any, Any], float], dict[_Queue, _Heap]] = {}
+        """Heaps, by what is computed together (stage and factor) and by queue. No heap is empty."""
         self._numbers = itertools.count()
         self._finish = 0.0  # of the queue that was computed last, before that
         self._queues: dict[tuple[str, bool], _Queue] = {}
@@ -350,8 +351,12 @@ class Batcher:
         return part is not None and part.is_in_admitted_list
 
     async def run(
-        self, stage: Stage, rows: Sequence[Any], costs: Sequence[float], deadline: float
-    ) -> list[Any]:
+        self,
+        stage: Stage[RowT, ResultT],
+        rows: Sequence[RowT],
+        costs: Sequence[float],
+        deadline: float,
+    ) -> list[ResultT]:
         """The rows' results, in order. Raises Refusal (too_late) when the deadline passes."""
         if not rows:
             return []
@@ -387,13 +392,13 @@ class Batcher:
                     self._changed.wait()
                 if self._closed:
                     return
-                batch, crowd = self._next_batch()
+                batch, dominant = self._next_batch()
             if batch:
                 self._compute(batch)
                 self._busy_since = None
-                if crowd:
+                if dominant:
                     self._wait_for_next_stages(
-                        {call.part for call, _ in batch if call.part.queue.sender != crowd}
+                        {call.part for call, _ in batch if call.part.queue.sender != dominant}
                     )
 
     def _wait_for_next_stages(self, parts: set[_Part]) -> None:
@@ -414,10 +419,10 @@ class Batcher:
         heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
-        crowd, mean_s = self._crowd(), self._batch_means[stage.name].value
+        dominant, mean_s = self._dominant_sender(), self._batch_means[stage.name].value
         unit_s = mean_s or 1 / stage.batch_cost
         cost, most_cost = 0.0, stage.batch_cost
-        if crowd and mean_s:
+        if dominant and mean_s:
             most_cost = min(most_cost, _SHORT_BATCH_S / unit_s)
         while heaps and len(batch) < self._batch_rows:
             _, (_, _, call), queue = _next_queue(heaps)
@@ -426,7 +431,7 @@ class Batcher:
                 taken = rows_left
             elif batch and cost + row_cost > most_cost:
                 break
-            elif batch and queue.sender == crowd != batch[0][0].part.queue.sender:
+            elif batch and queue.sender == dominant != batch[0][0].part.queue.sender:
                 break  # the first would wait for the rows of the others, too
             else:
                 taken = 1
@@ -442,7 +447,7 @@ class Batcher:
                     del heaps[queue]
         if not heaps:  # also of stages of models that are no longer served
             del self._calls[together]
-        return batch, crowd
+        return batch, dominant
 
     def _note(self, sender: str, cost: float) -> None:
         """A sender asks for so much."""
@@ -453,7 +458,7 @@ class Batcher:
             if len(self._asked) > _SENDERS:
                 del self._asked[next(iter(self._asked))]
 
-    def _crowd(self) -> str | None:
+    def _dominant_sender(self) -> str | None:
         """The sender that asks for most while others are there, if any."""
         now = time.monotonic()
         asked = {
@@ -464,7 +469,7 @@ class Batcher:
         if len(asked) < 2:
             return None
         largest = max(asked, key=lambda sender: asked[sender])
-        return largest if asked[largest] > _MOST * sum(asked.values()) else None
+        return largest if asked[largest] > _DOMINANT_SHARE * sum(asked.values()) else None
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""

@@ -41,12 +41,18 @@ _NEAR = 0.05
 """Tolerated distance of a vector that is embedded again, relative to its length: bf16 against float32."""
 
 
+Row = Sequence[int]
+"""Token ids of a context or of a candidate."""
+Pair = tuple[Row, Row]
+"""A context's row and a candidate's."""
+
+
 class SecondStage(NamedTuple):
     """A cross-encoder that scores the best rows of a pool again."""
 
     model: Artifact
     ranker: Ranker
-    pairs: Stage
+    pairs: Stage[Pair, float]
     candidates: int
     """Rows that it scores, at least; more where a query asks for more."""
     together: bool
@@ -56,7 +62,7 @@ class SecondStage(NamedTuple):
 class ExplainableRanking(NamedTuple):
     """A ranking by vectors that can be explained."""
 
-    row: Sequence[int]
+    row: Row
     """The context, of `Ranker.context_rows`."""
     vectors_MD: Tensor
     mask_M: Tensor
@@ -164,12 +170,12 @@ class Engine:
 
     # Stages
 
-    def _encode_contexts(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    def _encode_contexts(self, rows: Sequence[Row]) -> list[tuple[Tensor, Tensor]]:
         """Rows of `Ranker.context_rows` → ([M, D], [M]) each."""
         vectors_NMD, mask_NM = inference.context_row_vectors(self.ranker, rows)
         return list(zip(vectors_NMD, mask_NM, strict=True))
 
-    def _encode_candidates(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _encode_candidates(self, rows: Sequence[Row]) -> list[Tensor]:
         """Rows of `Ranker.candidate_rows` → [D] each."""
         return list(inference.row_vectors(self.ranker, rows))
 
@@ -281,7 +287,7 @@ def _release(copies: Sequence[Path]) -> None:
         node_cache.release(folder)
 
 
-def pair_tokens(pair: tuple[Sequence[int], Sequence[int]]) -> int:
+def pair_tokens(pair: Pair) -> int:
     """The tokens of a context's and a candidate's row together, which need one [CLS]."""
     context_row, row = pair
     return len(context_row) + len(row) - 1
@@ -292,10 +298,10 @@ def _products(ranking: tuple[Tensor, Tensor, Tensor]) -> int:
     return len(vectors_CD) * vectors_MD.numel()
 
 
-def _pair_stage(name: str, ranker: Ranker, tokens: float) -> Stage:
+def _pair_stage(name: str, ranker: Ranker, tokens: float) -> Stage[Pair, float]:
     """Scores pairs of a context's and a candidate's row."""
 
-    def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+    def score(pairs: Sequence[Pair]) -> list[float]:
         scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
         return scores
 

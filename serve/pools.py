@@ -144,7 +144,6 @@ class OpenPool:
         row_mask = await self._masks.allowed_rows(self.pool, query.rows)
         row = (query, row_mask)
         (answer,) = await batcher.run(self.stage, [row], [_cost(row)], deadline)
-        assert isinstance(answer, PoolAnswer)
         return answer
 
     def _search(self, queries: Sequence[tuple[PoolQuery, Bools | None]]) -> list[PoolAnswer]:

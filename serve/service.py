@@ -24,12 +24,13 @@ from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
 from serve.batcher import SENDER, Admission, Batch, Batcher, Stage, all_of
-from serve.engine import Engine, ExplainableRanking, SecondStage, pair_tokens
+from serve.engine import Engine, ExplainableRanking, Row, SecondStage, pair_tokens
 from serve.intents import Intents
 from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_share
 from serve.refusals import Refusal
 from serve.shards import ShardedPool
 
+RowT = TypeVar("RowT")
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
 
@@ -87,8 +88,8 @@ class RankAnswer:
 class _TextsToScore(NamedTuple):
     """A context and candidates as tokens."""
 
-    context_row: Sequence[int]
-    rows: Sequence[Sequence[int]]
+    context_row: Row
+    rows: Sequence[Row]
     """The distinct texts."""
     places: list[int]
     """For each text of the request its place in `rows`."""
@@ -265,11 +266,11 @@ class Work:
         return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
 
     async def _explain(
-        self, row: Sequence[int], vectors_MD: Tensor, mask_M: Tensor, best_KD: Tensor
+        self, row: Row, vectors_MD: Tensor, mask_M: Tensor, best_KD: Tensor
     ) -> Explained:
         ranking = ExplainableRanking(row, vectors_MD, mask_M, best_KD)
-        explained: list[Explained] = await self._run(self.engine.explanations, [ranking])
-        return explained[0]
+        (explained,) = await self._run(self.engine.explanations, [ranking])
+        return explained
 
     async def scores(self, context: Sequence[str], texts: Sequence[str]) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
@@ -297,10 +298,11 @@ class Work:
         those of the distinct texts [C, D]."""
         engine, vectors = self.engine, None
         if engine.has_vectors:
-            ((vectors_MD, mask_M),), vectors_C = await all_of(
+            encoded: list[Any] = await all_of(
                 self._run(engine.contexts, [texts.context_row]),
                 self._run(engine.candidates, texts.rows),
             )
+            ((vectors_MD, mask_M),), vectors_C = encoded
             vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
             (scores,) = await self._run(engine.scores, [vectors])
         else:
@@ -338,12 +340,12 @@ class Work:
         classified_of_text = dict(zip(distinct_texts, classified, strict=True))
         return intents, [classified_of_text[text] for text in texts]
 
-    async def _run_alone(self, stage: Stage, rows: Sequence[Sequence[int]]) -> list[Any]:
+    async def _run_alone(self, stage: Stage[Row, ResultT], rows: Sequence[Row]) -> list[ResultT]:
         """Admits and computes a request that has one stage, of tokens."""
         with self._admit(stage.name, _tokens(rows) / stage.batch_cost):
             return await self._run(stage, rows)
 
-    async def _run(self, stage: Stage, rows: Sequence[Any]) -> list[Any]:
+    async def _run(self, stage: Stage[RowT, ResultT], rows: Sequence[RowT]) -> list[ResultT]:
         return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
 
     def _admit(self, name: str, cost: float) -> AbstractContextManager[None]:
@@ -353,5 +355,5 @@ class Work:
         return tokens / self.engine.candidates.batch_cost
 
 
-def _tokens(rows: Sequence[Sequence[int]]) -> int:
+def _tokens(rows: Sequence[Row]) -> int:
     return sum(map(len, rows))
