@@ -212,9 +212,14 @@ def _as_list(value: Any) -> Any:
         return [value]
     if not isinstance(value, list):
         return value
-    if any(isinstance(item, (int, list)) for item in value):
+    if any(type(token_id) is int for item in value for token_id in _first(item)):
         raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
     return [item.get("text", item) if isinstance(item, dict) else item for item in value]
+
+
+def _first(item: Any) -> list[Any]:
+    """Of the ids of a text the first one; an id is alone."""
+    return item[:1] if isinstance(item, list) else [item]
 
 
 class Document(BaseModel):
@@ -344,17 +349,23 @@ class EmbedRequest(_ToEmbed):
     encoding_format: Literal["float", None] = "float"
 
 
+VectorType = Literal["float", "base64"]
+
+
 class EmbeddingsRequest(_ForModel, _ToEmbed):
     """An embedding request in OpenAI's format."""
 
     input: Texts
-    encoding_format: Literal["float", "base64"] | None = None
-    embedding_type: Literal["float", "base64"] | None = Field(
+    encoding_format: VectorType | None = None
+    embedding_type: VectorType | None = Field(
         default=None, description="The same for clients of Jina."
     )
     encoding_type: Literal["float"] | None = None
     late_chunking: Literal[False, None] = Field(
         default=None, description="Each text is embedded by itself."
+    )
+    return_multivector: Literal[False, None] = Field(
+        default=None, description="Each text has one vector."
     )
     modality: Literal["text"] | None = None
     normalized: StrictBool | None = Field(
@@ -370,7 +381,7 @@ class TextsEmbedRequest(_ForModel, _ToEmbed):
     """An embedding request in Cohere's format."""
 
     texts: Texts
-    embedding_types: list[Literal["float", "base64"]] | None = Field(
+    embedding_types: list[VectorType] | None = Field(
         default=None, min_length=1, description="null: float."
     )
 
@@ -497,7 +508,7 @@ class TextsEmbedResponse(BaseModel):
     response_type: Literal["embeddings_floats", "embeddings_by_type"]
     id: str
     texts: list[str]
-    embeddings: list[list[float]] | dict[Literal["float", "base64"], list[list[float]] | list[str]]
+    embeddings: list[list[float]] | dict[VectorType, list[list[float]] | list[str]]
     meta: Meta
 
 

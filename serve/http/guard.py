@@ -45,6 +45,10 @@ _SMALL_BODY_BYTES = 65_536
 _WRONG_HOST = (
     "host: allowed from this machine without tokens: an IP address, or a name without a dot"
 )
+# uvicorn leaves the body of such a request out. Java's client sends the header unless told otherwise.
+_UPGRADE = (
+    "upgrade: the body is lost; allowed: HTTP/1.1 without it (Java: HttpClient.Version.HTTP_1_1)"
+)
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
@@ -251,6 +255,8 @@ class Guard:
 
     def _decoded(self, headers: Headers, body: bytes, hold: Callable[[int], None]) -> bytes:
         """The body without its compression. Raises Refusal."""
+        if not body and "upgrade" in headers:
+            raise Refusal("invalid_request", _UPGRADE, "upgrade")
         if not _encoding(headers).endswith("gzip"):
             return body
         decoder = zlib.decompressobj(wbits=31)

@@ -163,11 +163,13 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
         work = work_of(request, service, service.champion())
         vectors_ND, tokens = await _encode_texts(work, "texts", body.texts, body)
         by_type = body.embedding_types is not None or version == "2"
-        types = list(dict.fromkeys(body.embedding_types or ["float"]))
+        types: list[bodies.VectorType] = body.embedding_types or ["float"]
 
         def response() -> bodies.TextsEmbedResponse:
             unit_vectors_ND = F.normalize(vectors_ND, dim=1)
-            embeddings = {kind: _ENCODINGS[kind](unit_vectors_ND) for kind in types}
+            embeddings: dict[bodies.VectorType, Any] = {
+                kind: _ENCODINGS[kind](unit_vectors_ND) for kind in types
+            }
             return bodies.TextsEmbedResponse(
                 response_type="embeddings_by_type" if by_type else "embeddings_floats",
                 id=request.state.request_id,
@@ -316,7 +318,7 @@ def _base64(vectors_ND: Tensor) -> list[str]:
     return [base64.b64encode(row.tobytes()).decode() for row in vectors_ND.numpy().astype("<f4")]
 
 
-_ENCODINGS: Mapping[str, Callable[[Tensor], list[Any]]] = {
+_ENCODINGS: Mapping[bodies.VectorType, Callable[[Tensor], list[Any]]] = {
     "float": Tensor.tolist,
     "base64": _base64,
 }

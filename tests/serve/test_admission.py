@@ -224,8 +224,8 @@ def test_three_times_the_work_that_can_be_done_is_admitted_up_to_the_limit(simul
 
 
 def test_a_request_that_cannot_end_in_time_after_its_wait_is_not_begun(simulation):
-    """Each tenth takes half a second of its 0.6 s. Beside three times too much work they were admitted, and of
-    what was computed two fifths were for requests that came too late."""
+    """Each tenth takes half a second of its 0.6 s. Beside three times too much work they were admitted, and
+    two fifths of what was computed was for requests that ended too late."""
     arrivals = steady(rate=60, seconds=20, timeout_s=0.6)
     for number, arrival in enumerate(arrivals):
         arrival.label, arrival.rows = str(number), 4 if number % 10 else 100

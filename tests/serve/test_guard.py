@@ -127,6 +127,19 @@ def test_slow_senders_of_large_bodies_hold_no_more_memory_than_is_allowed(servic
         assert client.post("/rank", content=b"x" * 990_000, headers=JSON).status_code == 400
 
 
+def test_a_body_that_is_lost_by_an_upgrade_is_told(service):
+    """Java's client asks for HTTP/2. uvicorn answers in HTTP/1.1, without the body: a field was missing."""
+    body = json.dumps(GOOD).encode()
+    with connected(api.create_app(service)) as connection:
+        upgrade = (
+            b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\nhost:"
+        )
+        connection.sendall(head(len(body)).replace(b"host:", upgrade) + body)
+        status, answer = read_answer(connection)
+    assert (status, answer["error"]["field"]) == (422, "upgrade")
+    assert "HTTP/1.1 without it" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "", "identity"])
 def test_a_body_may_be_compressed(service, encoding):
     sent = json.dumps(GOOD).encode()

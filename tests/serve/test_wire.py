@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -340,6 +341,31 @@ def test_a_query_is_embedded_as_a_context(live, path):
     assert error["message"].endswith("model have 3 vectors each; allowed: document")
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the 'model_fields' attribute:DeprecationWarning")
+def test_coheres_client_embeds(live, cohere, cohere_of):
+    one, client = live("bi"), cohere_of(live("bi"))
+    vectors = unit(one.vectors(TEXTS))
+    plain = client.embed(texts=TEXTS, model=NAME, input_type="search_document", truncate="END")
+    assert plain.response_type == "embeddings_floats"
+    assert np.allclose(plain.embeddings, vectors, atol=1e-5)
+    assert (plain.texts, plain.meta.billed_units.input_tokens) == (TEXTS, one.tokens(TEXTS))
+    typed = client.embed(texts=TEXTS, model=NAME, embedding_types=["float", "base64"])
+    assert typed.response_type == "embeddings_by_type"
+    assert np.allclose(typed.embeddings.float_, vectors, atol=1e-5)
+    decoded = [np.frombuffer(base64.b64decode(v), "<f4") for v in typed.embeddings.base64]
+    assert np.allclose(decoded, vectors, atol=1e-5)
+    two = cohere_of(one, 2)
+    asked = {"texts": TEXTS, "model": NAME, "input_type": "search_document"}
+    assert np.allclose(two.embed(**asked).embeddings.float_, vectors, atol=1e-5)
+    cut = two.embed(**asked, output_dimension=5, embedding_types=["float"]).embeddings.float_
+    assert np.allclose(cut, unit(one.vectors(TEXTS)[:, :5]), atol=1e-5)
+    with pytest.raises(cohere.UnprocessableEntityError) as caught:
+        two.embed(**asked, embedding_types=["int8"])
+    assert caught.value.body["error"]["field"] == "embedding_types.0"
+    with pytest.raises(cohere.NotFoundError):
+        two.embed(**{**asked, "model": "other"})
+
+
 @pytest.mark.parametrize("encoding", [{"encoding_format": "float"}, {}])
 def test_openais_client_embeds(live, openai_of, encoding):
     """By default it asks for base64, and decodes it."""
@@ -377,6 +403,14 @@ def test_jinas_name_of_base64_is_openais(live):
     assert found == expected and isinstance(found["data"][0]["embedding"], str)
 
 
+def test_jinas_vectors_are_not_scaled_if_it_says_so(live):
+    """They were."""
+    one = live("bi")
+    answer = one.post("/v1/embeddings", {"input": TEXTS, "normalized": False}).json()
+    found = [row["embedding"] for row in answer["data"]]
+    assert np.allclose(found, one.vectors(TEXTS), atol=1e-4)
+
+
 def test_other_clients_cut_vectors_and_results_by_names_of_their_own(live):
     one, cut = live("bi"), {"input": TEXTS, "dimensions": 5}
     expected = one.post("/v1/embeddings", cut).json()
@@ -387,6 +421,8 @@ def test_other_clients_cut_vectors_and_results_by_names_of_their_own(live):
     assert len(whole["data"][0]["embedding"]) == 16
     found = one.post("/v1/rerank", {"query": QUERY, "documents": TEXTS, "top_k": 2}).json()
     assert len(found["results"]) == 2
+    litellms = {"query": QUERY, "texts": TEXTS, "top_n": 2}  # to a service of TEI's format
+    assert len(one.post("/rerank", litellms).json()) == 2
 
 
 def test_openais_client_lists_the_model(live, openai_of):
@@ -515,7 +551,18 @@ MANY = ["a"] * 10_001
         ("/v1/embeddings", {"input": "a", "late_chunking": True}, "late_chunking", "False"),
         ("/v1/embeddings", {"input": "a", "encoding_type": "binary"}, "encoding_type", "float"),
         ("/v1/embeddings", {"input": ["a", {"url": "b"}]}, "input.1", "string"),
+        ("/v1/embeddings", {"input": [["a", "b"]]}, "input.0", "string"),
+        ("/v1/embeddings", {"input": [[]]}, "input.0", "string"),
+        ("/v1/embeddings", {"input": [True]}, "input.0", "string"),
+        ("/v1/embeddings", {"input": "a", "return_multivector": True}, "return_multivector", "False"),
         ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
+        # What would stand before the texts was left out, and the score was another one without a word.
+        ("/rerank", {**DOCUMENTS, "instruction": "judge"}, "instruction", "''"),
+        ("/v1/embeddings", {"input": "a", "prompt": "query: "}, "prompt", "''"),
+        ("/v1/rerank", {**DOCUMENTS, "truncation_side": "left"}, "truncation_side", "right"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": []}, "embedding_types", "at least 1"),
+        ("/v1/embed", {"texts": ["a"], "truncate": "START"}, "truncate", "END"),
+        ("/v2/embed", {"inputs": [{"content": []}]}, "texts", "required"),
         ("/embed", {"inputs": []}, "inputs", "at least 1"),
         ("/embed", {"inputs": MANY}, "inputs", "(limits.candidates)"),
         ("/embed", {"inputs": ""}, "inputs.0", "empty"),
@@ -559,6 +606,9 @@ def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
         ("/v1/embeddings", {"input": TEXTS}, {"model": NAME, "user": "me"}),
         ("/v1/embeddings", {"input": TEXTS}, {"encoding_type": "float", "late_chunking": False}),
         ("/v1/embeddings", {"input": TEXTS}, {"modality": "text", "truncate": "END"}),
+        ("/v1/embeddings", {"input": TEXTS}, {"normalized": True, "prompt": None}),
+        ("/v1/rerank", DOCUMENTS, {"instruction": None, "truncation_side": "right"}),
+        ("/v2/embed", {"texts": TEXTS}, {"embedding_types": ["float"], "priority": 1}),
         ("/v1/embeddings", {"input": TEXTS}, {"input": [{"text": text} for text in TEXTS]}),
         ("/", {"inputs": TEXTS}, {"parameters": {}, "truncate": True}),
     ],
