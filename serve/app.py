@@ -114,7 +114,7 @@ _deployment = functools.partial(
     serve.deployment,
     # The service itself admits requests, by the work that waits. Serve's router passes a full queue on at
     # only 4 requests a second, so it should never have one: max_queued_requests is for requests in transit.
-    # 16 was too few: some of 32 simultaneous clients were refused.
+    # 16 was too few: some of 32 simultaneous clients were refused. Of 512, the batcher leaves a sender 400.
     max_ongoing_requests=512,
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),

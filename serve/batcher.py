@@ -44,6 +44,9 @@ _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first te
 _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
+_MOST_OF_A_SENDER = 400
+"""Requests of a sender that may wait. A replica has 512 places (`max_ongoing_requests`). With a fast model 2
+seconds of work would fill them all, and the requests of other senders would wait for a place."""
 _NICENESS_STEP = 10
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _SHORT_BATCH_S = 0.03
@@ -115,6 +118,8 @@ class _Queue:
     """Grows with the seconds of what was computed."""
     rows: int = 0
     """Those that wait."""
+    requests: int = 0
+    """Those that are admitted; a list is one."""
     parts: set[_Part] = field(default_factory=set)
     left_s: float | None = None
     """Seconds of admitted work that is left; None: to be summed anew. Each refusal asks for them, and the sum
@@ -122,7 +127,7 @@ class _Queue:
 
     @property
     def factor(self) -> float:
-        """By which its cost counts."""
+        """How many times its seconds count."""
         return _BULK if self.is_bulk else 1.0
 
     def seconds(self) -> float:
@@ -133,8 +138,13 @@ class _Queue:
 
     def add(self, part: _Part) -> None:
         self.parts.add(part)
+        self.requests += not part.is_in_admitted_list
         if (left_s := self.left_s) is not None:
             self.left_s = left_s + part.left_s
+
+    def remove(self, part: _Part) -> None:
+        self.parts.remove(part)
+        self.requests -= not part.is_in_admitted_list
 
 
 @dataclass(eq=False)
@@ -294,6 +304,10 @@ class Batcher:
         left_s = deadline - time.monotonic()
         if left_s <= 0:  # as overloaded, clients would send it again
             return Refusal("too_late")
+        queue = self._queues.get((SENDER.get(), is_bulk))
+        if queue is not None and queue.requests >= _MOST_OF_A_SENDER:
+            message = f"{queue.requests} requests of this sender are waiting"
+            return Refusal("overloaded", message, retry_after_s=1.0)
         waiting_s = self._waiting_s(is_bulk, own_s)
         # With nothing before it a request is computed, or an estimate that is too high would never change.
         ends_in_time = not waiting_s or waiting_s + own_s <= left_s
@@ -303,7 +317,7 @@ class Batcher:
         return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
 
     def _sum_anew(self) -> None:
-        """After a change of what was spent, or of a mean."""
+        """Forgets the sums of all queues, after a change of what was spent or of a mean."""
         for queue in list(self._queues.values()):
             queue.left_s = None
 
@@ -320,7 +334,7 @@ class Batcher:
         """
         admission, mean, sender = admission or Admission(), self._means[name], SENDER.get()
         admission.cost += cost
-        self._note(sender, cost)
+        self._note_demand(sender, cost)
         is_bulk, is_in_admitted_list = admission.cost > 1.0, admission.is_granted
         if not is_in_admitted_list:
             if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
@@ -337,7 +351,7 @@ class Batcher:
                 mean.add(part.spent_s / cost)
         finally:
             _part.reset(token)
-            queue.parts.discard(part)
+            queue.remove(part)
             if not queue.parts:
                 self._queues.pop(key, None)
             with self._changed:  # the thread may wait for this request's next stage
@@ -449,12 +463,12 @@ class Batcher:
             del self._calls[together]
         return batch, dominant
 
-    def _note(self, sender: str, cost: float) -> None:
+    def _note_demand(self, sender: str, cost: float) -> None:
         """A sender asks for so much."""
         with self._changed:
             now = time.monotonic()
             asked, then = self._asked.pop(sender, (0.0, now))
-            self._asked[sender] = asked * _left(now - then) + cost, now
+            self._asked[sender] = asked * _decay(now - then) + cost, now
             if len(self._asked) > _SENDERS:
                 del self._asked[next(iter(self._asked))]
 
@@ -462,7 +476,7 @@ class Batcher:
         """The sender that asks for most while others are there, if any."""
         now = time.monotonic()
         asked = {
-            sender: cost * _left(now - then)
+            sender: cost * _decay(now - then)
             for sender, (cost, then) in self._asked.items()
             if now - then < _PRESENT_S
         }
@@ -514,8 +528,8 @@ class Batcher:
             self._compute([row for row in batch if row[0] is call])
 
 
-def _left(seconds: float) -> float:
-    """The share of what a sender asked for that still counts."""
+def _decay(seconds: float) -> float:
+    """The share that still counts of what a sender asked for so long ago."""
     return float(0.5 ** (seconds / _PRESENT_S))
 
 

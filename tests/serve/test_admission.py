@@ -239,3 +239,13 @@ def test_of_a_burst_as_much_is_admitted_as_may_wait(simulation):
     simulation.run([Arrival(0.0, rows=6, timeout_s=5.0) for _ in range(300)])
     assert simulation.codes["small"] == {"ok": 67, "overloaded": 233}
     assert max(simulation.seconds["small"]) < 2.1
+
+
+def test_a_sender_leaves_places_for_others_however_short_its_requests_are(simulation):
+    """Ray Serve lets 512 requests in. With a fast model those are less than 2 s of work, so one sender had
+    all places, and the requests of others waited for one before the batcher knew them."""
+    many = [Arrival(0.0, label="many", rows=1, sender="many") for _ in range(500)]
+    few = [Arrival(0.001, label="few", rows=1, sender="few") for _ in range(10)]
+    simulation.batcher._means["rank"].value = 0.001 * BATCH  # a millisecond each
+    simulation.run([*many, *few])
+    assert simulation.codes == {"many": {"ok": 400, "overloaded": 100}, "few": {"ok": 10}}
