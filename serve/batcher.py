@@ -8,9 +8,8 @@ more than a batch. Each queue is first come, first served: a request that was be
 stage. Queues take turns, by start-time fair queueing (Goyal, Vin and Cheng, 1996): a queue's finish grows by
 the seconds that each row is expected to take, which count `_BULK` times for bulk, and the queue with the
 least finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
-requests, nor large ones move a sender before the others. While one sender asks for most and others are
-there, batches are short, the rows of the others are computed without its rows, and their next stage is waited
-for.
+requests, nor large ones move a sender before the others. Beside a dominant sender (`demand.py`) batches are
+short, the rows of the others are computed without its rows, and their next stage is waited for.
 
 Admission: a request is refused if it would wait for too many seconds of work, or could not end in time after
 that wait. Only admitted work that comes before it counts as waiting: a list of requests is one request, which
@@ -36,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from serve import tracing
+from serve.demand import Demand
 from serve.refusals import Refusal
 
 _BULK = 4.0
@@ -55,10 +55,6 @@ waits for the end of a batch."""
 _NEXT_STAGE_S = 0.01
 """For which the thread waits, in that case, for the next stage of a request of another sender: its rows come
 once the event loop has run, and a batch of the first sender's rows would be computed meanwhile."""
-_DOMINANT_SHARE = 2 / 3  # of what all senders ask for
-_SENDERS = 100  # that are known; more are hardly ever there at once
-_PRESENT_S = 2.0
-"""For which a sender is there after a request. What it asked for counts half after so long."""
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
@@ -249,8 +245,7 @@ class Batcher:
         self._queues: dict[tuple[str, bool], _Queue] = {}
         self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
         self._batch_means: dict[str, _Mean] = defaultdict(_Mean)  # the same of a stage's batches
-        self._asked: dict[str, tuple[float, float]] = {}
-        """By sender, the latest at the end: what it asked for, also in vain, and when that was added up."""
+        self._demand = Demand()
         self._closed = False
         self._failures: dict[str, int] = {}  # in a row, by stage
         self._busy_since: float | None = None
@@ -334,7 +329,7 @@ class Batcher:
         """
         admission, mean, sender = admission or Admission(), self._means[name], SENDER.get()
         admission.cost += cost
-        self._note_demand(sender, cost)
+        self._demand.add(sender, cost, time.monotonic())
         is_bulk, is_in_admitted_list = admission.cost > 1.0, admission.is_granted
         if not is_in_admitted_list:
             if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
@@ -433,7 +428,8 @@ class Batcher:
         heaps, stage = self._calls[together], together[0]
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
-        dominant, mean_s = self._dominant_sender(), self._batch_means[stage.name].value
+        dominant = self._demand.dominant_sender(time.monotonic())
+        mean_s = self._batch_means[stage.name].value
         unit_s = mean_s or 1 / stage.batch_cost
         cost, most_cost = 0.0, stage.batch_cost
         if dominant and mean_s:
@@ -462,28 +458,6 @@ class Batcher:
         if not heaps:  # also of stages of models that are no longer served
             del self._calls[together]
         return batch, dominant
-
-    def _note_demand(self, sender: str, cost: float) -> None:
-        """A sender asks for so much."""
-        with self._changed:
-            now = time.monotonic()
-            asked, then = self._asked.pop(sender, (0.0, now))
-            self._asked[sender] = asked * _decay(now - then) + cost, now
-            if len(self._asked) > _SENDERS:
-                del self._asked[next(iter(self._asked))]
-
-    def _dominant_sender(self) -> str | None:
-        """The sender that asks for most while others are there, if any."""
-        now = time.monotonic()
-        asked = {
-            sender: cost * _decay(now - then)
-            for sender, (cost, then) in self._asked.items()
-            if now - then < _PRESENT_S
-        }
-        if len(asked) < 2:
-            return None
-        largest = max(asked, key=lambda sender: asked[sender])
-        return largest if asked[largest] > _DOMINANT_SHARE * sum(asked.values()) else None
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""
@@ -526,11 +500,6 @@ class Batcher:
             return
         for call in calls:
             self._compute([row for row in batch if row[0] is call])
-
-
-def _decay(seconds: float) -> float:
-    """The share that still counts of what a sender asked for so long ago."""
-    return float(0.5 ** (seconds / _PRESENT_S))
 
 
 def _next_queue(heaps: Mapping[_Queue, _Heap]) -> tuple[float, tuple[int, int, _Call], _Queue]:

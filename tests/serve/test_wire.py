@@ -341,7 +341,6 @@ def test_a_query_is_embedded_as_a_context(live, path):
     assert error["message"].endswith("model have 3 vectors each; allowed: document")
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the 'model_fields' attribute:DeprecationWarning")
 def test_coheres_client_embeds(live, cohere, cohere_of):
     one, client = live("bi"), cohere_of(live("bi"))
     vectors = unit(one.vectors(TEXTS))
@@ -349,7 +348,8 @@ def test_coheres_client_embeds(live, cohere, cohere_of):
     assert plain.response_type == "embeddings_floats"
     assert np.allclose(plain.embeddings, vectors, atol=1e-5)
     assert (plain.texts, plain.meta.billed_units.input_tokens) == (TEXTS, one.tokens(TEXTS))
-    typed = client.embed(texts=TEXTS, model=NAME, embedding_types=["float", "base64"])
+    both = ["float", "base64"]
+    typed = client.embed(texts=TEXTS, model=NAME, embedding_types=both, batching=False)
     assert typed.response_type == "embeddings_by_type"
     assert np.allclose(typed.embeddings.float_, vectors, atol=1e-5)
     decoded = [np.frombuffer(base64.b64decode(v), "<f4") for v in typed.embeddings.base64]
