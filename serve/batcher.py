@@ -44,6 +44,8 @@ _SMOOTHING = 0.1  # weight of the latest request in a mean; 1/n for the first te
 _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
+_LOAD_STAYS_S = 1.0
+"""After a refusal so much is expected to come for so long that other senders always have work."""
 _MOST_OF_A_SENDER = 400
 """Requests of a sender that may wait. A replica has 512 places (`max_ongoing_requests`). With a fast model 2
 seconds of work would fill them all, and the requests of other senders would wait for a place."""
@@ -246,6 +248,7 @@ class Batcher:
         self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
         self._batch_means: dict[str, _Mean] = defaultdict(_Mean)  # the same of a stage's batches
         self._demand = Demand()
+        self._refused_at = -math.inf  # when a request was refused last
         self._closed = False
         self._failures: dict[str, int] = {}  # in a row, by stage
         self._busy_since: float | None = None
@@ -282,32 +285,40 @@ class Batcher:
         """Whether the latest batches of a stage failed: by requests that cannot be computed, or all do."""
         return max(list(self._failures.values()), default=0) >= _MOST_FAILURES
 
-    def _waiting_s(self, is_bulk: bool, own_s: float = 0.0) -> float:
+    def _waiting_s(self, is_bulk: bool, own_s: float = 0.0, load_stays: bool = False) -> float:
         """Seconds of others' work before the end of a new request of this sender, which itself takes `own_s`.
-        While its own queue is computed for a second, another one is for 1, 4 or 0.25 s."""
+        While its own queue is computed for a second, another one is for 1, 4 or 0.25 s, until its work is
+        done. `load_stays`: more comes until then."""
         key = SENDER.get(), is_bulk
         own = self._queues.get(key) or _Queue(*key)
         before_s = own.seconds()
         return before_s + sum(
-            min(queue.seconds(), (before_s + own_s) * own.factor / queue.factor)
+            min(
+                math.inf if load_stays else queue.seconds(),
+                (before_s + own_s) * own.factor / queue.factor,
+            )
             for queue in list(self._queues.values())
             if queue is not own
         )
 
     def refusal(self, deadline: float, is_bulk: bool = False, own_s: float = 0.0) -> Refusal | None:
         """The refusal that a request of the current sender would get now, or None."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:  # as overloaded, clients would send it again
+        now = time.monotonic()
+        if (left_s := deadline - now) <= 0:  # as overloaded, clients would send it again
             return Refusal("too_late")
         queue = self._queues.get((SENDER.get(), is_bulk))
         if queue is not None and queue.requests >= _MOST_OF_A_SENDER:
             message = f"{queue.requests} requests of this sender are waiting"
             return Refusal("overloaded", message, retry_after_s=1.0)
         waiting_s = self._waiting_s(is_bulk, own_s)
+        load_stays = now - self._refused_at < _LOAD_STAYS_S
         # With nothing before it a request is computed, or an estimate that is too high would never change.
-        ends_in_time = not waiting_s or waiting_s + own_s <= left_s
+        ends_in_time = (
+            not waiting_s or self._waiting_s(is_bulk, own_s, load_stays) + own_s <= left_s
+        )
         if ends_in_time and waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
+        self._refused_at = now
         message = f"{waiting_s:.1f} s of work are waiting"
         return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
 
