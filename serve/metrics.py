@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +14,7 @@ from serve.batcher import Batch, Batcher
 from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+_TOGETHER_S = 0.1
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
@@ -39,6 +42,9 @@ class Metrics:
         self._errors = Counter(
             "polyrank_errors_total", "Answers with an error, by HTTP status.", ("status",)
         )
+        self._new_errors = collections.Counter[int]()
+        """By status; not written yet."""
+        self._is_due = False
         self._answers = Counter(
             "polyrank_answers_total",
             "Questions answered, by model and pool version.",
@@ -94,18 +100,33 @@ class Metrics:
 
     def record_answer(self, model: str, route: str, status: int, seconds: float) -> None:
         """Records the time of a model's answer, or of its failure."""
-        self._record_queue()
+        self._write_soon()
         tags = {"model": model, "route": route, "status": str(status)}
         self._answer_seconds.observe(seconds, tags)
 
     def _record_queue(self) -> None:
-        """It is called as often as either changes."""
+        """It is called after each batch, and soon after each answer."""
         if self.batcher:
             self._requests.set(self.batcher.requests)
             self._waiting_rows.set(self.batcher.waiting_rows)
 
     def record_error(self, status: int) -> None:
-        self._errors.inc(1, {"status": str(status)})
+        self._new_errors[status] += 1
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        """On an event loop. Writes what comes within a tenth of a second together: one by one, errors took a
+        fifth of the loop's time at three times the load that a replica answers."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self._write)
+
+    def _write(self) -> None:
+        self._is_due = False
+        self._record_queue()
+        new_errors, self._new_errors = self._new_errors, collections.Counter()
+        for status, count in new_errors.items():
+            self._errors.inc(count, {"status": str(status)})
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
         self._missing.inc(1, {"pool": pool, "shard": str(shard)})

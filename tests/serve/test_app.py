@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -63,6 +64,21 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
     for name in ("rank", "search replies"):
         assert service.batcher._means[name].value > 0.0
     assert answers == []
+
+
+def test_errors_are_added_together(monkeypatch):
+    """One by one they took a fifth of the event loop's time under overload."""
+    metrics, added = Metrics(), list[tuple[float, dict[str, str]]]()
+    monkeypatch.setattr(metrics._errors, "inc", lambda count, tags: added.append((count, tags)))
+
+    async def refuse() -> None:
+        for status in (*[429] * 50, 422):
+            metrics.record_error(status)
+        assert added == []
+        metrics._write()
+
+    asyncio.run(refuse())
+    assert added == [(50, {"status": "429"}), (1, {"status": "422"})]
 
 
 def test_whoever_deploys_a_service_does_not_wait_for_the_libraries_of_its_replicas(

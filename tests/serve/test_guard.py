@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from select import select
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,9 +381,33 @@ def test_a_replica_writes_its_access_lines(client, capsys):
     try:
         client.get("/health")
     finally:
+        handler.flush()
         log.removeHandler(handler)
         log.setLevel(level)
     assert "GET /health 200" in capsys.readouterr().err
+
+
+def test_a_replica_writes_its_lines_together_and_a_warning_at_once(monkeypatch):
+    """Each line was a write, which passes the interpreter's lock: under overload most of the loop's time."""
+    writes: list[str] = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    log = logging.getLogger("polyrank.serve")
+    level, handler = log.level, guard.log_to_stderr()
+
+    async def answer() -> None:
+        for number in range(50):
+            logging.getLogger("polyrank.serve.access").info("line %d", number)
+        assert writes == []
+        log.warning("sick")
+
+    try:
+        asyncio.run(answer())
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    (written,) = writes
+    lines = [line.partition(": ")[2] for line in written.splitlines()]
+    assert lines == [*(f"line {number}" for number in range(50)), "sick"]
 
 
 @pytest.mark.parametrize(
