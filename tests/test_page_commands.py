@@ -213,6 +213,7 @@ def inputs(
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         "my/corpus": Path(made["pairs"]),
+        "my-2/corpus": Path(made["pairs"]),
         "my/ranker": rankers["bi"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,

@@ -319,7 +319,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
     (least,) = done.summary["least_scores"].values()
     assert least["right"] <= 0.05
-    assert f"bi: below a score of {least['score']:.4g} lie" in done.stdout
+    assert f"bi: to show no answer below a score of {least['score']:.4g} hides" in done.stdout
 
     published = interop.load(tmp_path / "published" / "context", 0, 0)
     corpus = open_artifact("corpus", "corpus")
