@@ -1,7 +1,7 @@
 """The checkpoints of a run: written, read, found again by the same run, and continued by a longer one.
 
     state.safetensors     every tensor of the state, which is the same on all ranks
-    state.json            everything else; a tensor's place holds its name
+    state.json            everything else; a tensor's place holds its name; and the CRC of the tensors' file
     cursor-00000.json …   each rank's place in the training data
 
 Loading one runs no code.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ Cursor = Any
 """JSON-ready: where a rank stands in its batches."""
 
 _TENSORS, _STRUCTURE = "state.safetensors", "state.json"
+_PIECE_BYTES = 1 << 24
 _FULL_STATE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -122,21 +124,34 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
     structure = _to_json(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _TENSORS)
-    (folder / _STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+    text = json.dumps({**structure, "crc32": _crc32(folder / _TENSORS)})
+    (folder / _STRUCTURE).write_text(text, encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The state that `write_state` wrote, on the CPU.
 
-    Raises BadInput for files that are missing or truncated.
+    Raises BadInput for files that are missing, truncated or damaged.
     """
     try:
-        tensors = load_file(folder / _TENSORS)
-        state = _from_json(json.loads((folder / _STRUCTURE).read_text(encoding="utf-8")), tensors)
+        structure = json.loads((folder / _STRUCTURE).read_text(encoding="utf-8"))
+        # A machine that loses its power may leave a file of the whole length that ends in zeros.
+        crc32 = structure.get("crc32")  # earlier versions wrote none
+        if crc32 is not None and crc32 != _crc32(folder / _TENSORS):
+            raise ValueError(f"{_TENSORS} is damaged")
+        state = _from_json(structure, load_file(folder / _TENSORS))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"{folder}: not a training state ({error})") from None
     assert isinstance(state, dict)
     return state
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def tensors_in(value: Any) -> Any:

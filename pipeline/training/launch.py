@@ -418,8 +418,12 @@ class _Rank:
 
     def _save_checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        write_saved(folder, state, cursor, self.number, self.world)
-        self.keep(folder, dict(self.metrics))
+        try:
+            write_saved(folder, state, cursor, self.number, self.world)
+            self.keep(folder, dict(self.metrics))
+        except BaseException:  # each attempt on a full disk would leave less room on it
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _save_bad_batch(self, step: int, batch: Any) -> str:
         uri = self.spec.draft.path("_bad_batch", f"step-{step}-rank-{self.number}")

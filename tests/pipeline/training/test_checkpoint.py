@@ -68,6 +68,25 @@ def test_a_truncated_or_missing_file_is_refused(checkpoint, name, share):
     assert str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize("place", [0.1, 0.7, 0.99])
+def test_a_file_of_the_whole_length_that_ends_in_zeros_is_refused(checkpoint, place):
+    """As a machine that lost its power leaves it. Without the checksum its weights would be 0."""
+    path = checkpoint[-1] / "state.safetensors"
+    data = path.read_bytes()
+    kept = data[: int(len(data) * place)]
+    path.write_bytes(kept.ljust(len(data), b"\0"))
+    with pytest.raises(BadInput, match=f"^{checkpoint[-1]}: not a training state"):
+        read_saved(checkpoint[-1])
+
+
+def test_a_state_of_an_earlier_version_has_no_checksum(checkpoint):
+    path = checkpoint[-1] / "state.json"
+    structure = json.loads(path.read_text())
+    assert structure.pop("crc32")
+    path.write_text(json.dumps(structure))
+    assert read_saved(checkpoint[-1]).state["step"] == 7
+
+
 class Pair(NamedTuple):
     ids: torch.Tensor
     lengths: tuple[int, ...]

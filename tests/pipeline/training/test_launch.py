@@ -1,12 +1,15 @@
-"""How fast a training is, over all its reports, and what it needed."""
+"""How fast a training is, over all its reports, and what it needed; its checkpoints on the node's disk."""
 
 from __future__ import annotations
+
+import errno
+import tempfile
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.training.launch import Pace
+from pipeline.training.launch import Pace, _Rank
 from pipeline.training.loop import Progress
 
 CPU = torch.device("cpu")
@@ -28,3 +31,19 @@ def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(200 << 20, np.uint8)
     after = pace.measure(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
     assert 150 < after - before < 250
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_no_files_behind(tmp_path, monkeypatch):
+    """Each attempt on a full disk would leave less room on it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    written = list[str]()
+
+    def keep(folder, metrics):
+        written.extend(path.name for path in folder.iterdir())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rank = _Rank(None, 0, 1, CPU, print, keep, lambda: None, lambda: False)
+    with pytest.raises(OSError, match="No space left"):
+        rank._save_checkpoint({"step": 1, "module": {"weight": torch.ones(3)}}, [0])
+    assert sorted(written) == ["cursor-00000.json", "state.json", "state.safetensors"]
+    assert not list(tmp_path.iterdir())
