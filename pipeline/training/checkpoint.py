@@ -16,7 +16,6 @@ import json
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,19 +255,25 @@ def last_checkpoint(folder: str) -> str:
     """The newest readable checkpoint of the earlier attempts of a run; "": there is none.
 
     Each attempt has a folder of its own in `folder`, and attempts and checkpoints are named by their time.
-    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint.
+    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint, which a
+    line says.
     """
-    attempts, newest = storage.list_folders(folder), ""
+    attempts = storage.list_folders(folder)
     checkpoints = [uri for attempt in attempts for uri in storage.list_folders(attempt)]
-    while checkpoints and not newest:
-        uri = checkpoints.pop()
-        with suppress(BadInput):
-            read_saved_at(uri)
-            newest = uri
+    newest = next((uri for uri in reversed(checkpoints) if _is_readable(uri)), "")
     for attempt in attempts:
         if not newest.startswith(f"{attempt}/"):
             storage.delete(attempt)
     return newest
+
+
+def _is_readable(checkpoint: str) -> bool:
+    try:
+        read_saved_at(checkpoint)
+    except BadInput as error:
+        print(f"{error}; the run goes on from the one before, if there is one", flush=True)
+        return False
+    return True
 
 
 # The optimizer's state holds these, and the seed decides which examples have been read.

@@ -107,9 +107,9 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
     ({"1": [False], "2": []}, ""), ({}, ""),
 ])  # fmt: skip
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
-    checkpoint, tmp_path_factory, whole, expected
+    checkpoint, tmp_path_factory, whole, expected, capsys
 ):
-    """A kill may truncate one that is being written. Other attempts are removed."""
+    """A kill may truncate one that is being written, which is said. Other attempts are removed."""
     root = tmp_path_factory.mktemp("checkpoints")
     for attempt, checkpoints in whole.items():
         (root / attempt).mkdir()
@@ -120,6 +120,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
                 (folder / "state.safetensors").write_bytes(b"")
     found = last_checkpoint(str(root))
     assert found == (str(root / expected) if expected else "")
+    newest = max(
+        ((name, n) for name, flags in whole.items() for n in range(len(flags))), default=None
+    )
+    is_whole = newest is None or whole[newest[0]][newest[1]]
+    assert capsys.readouterr().out.count("the run goes on from the one before") == (not is_whole)
     assert [path.name for path in root.iterdir()] == ([expected[0]] if expected else [])
 
 
