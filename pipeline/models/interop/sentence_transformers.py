@@ -211,6 +211,9 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
         context_prompt=context.prompts.context,
         candidate_prompt=candidate.prompts.candidate,
     )
+    if candidate.transformer.tokenizer.hf.truncation_side == "left" and len(chains) == 1:
+        print(f"{candidate.transformer.folder}: truncation_side: left out: long candidates keep their "
+              "beginning", file=sys.stderr, flush=True)  # fmt: skip
     texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
     are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
         [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
@@ -412,8 +415,10 @@ def _require_own_outputs(folder: Path, encoder: Encoder, tokenizer: Tokenizer) -
             **{n: v for n, v in alone.items() if n in names}
         ).last_hidden_state[0]
         found_TD = encoder(tokens)[0, : len(expected_TD)]
+    if not expected_TD.isfinite().all():
+        raise BadInput(f"{folder}: its outputs are not finite, so its weights are damaged")
     scale = expected_TD.abs().max().clamp(min=1)
-    if not torch.allclose(found_TD, expected_TD, rtol=0, atol=1e-3 * scale.item(), equal_nan=True):
+    if not torch.allclose(found_TD, expected_TD, rtol=0, atol=1e-3 * scale.item()):
         raise BadInput(f"{folder}: {type(encoder.hf).__name__} gives a text other outputs beside other texts "
                        "than alone; allowed: networks such as BERT")  # fmt: skip
 

@@ -166,6 +166,7 @@ def test_a_model_that_reads_lower_case_has_the_librarys_vectors(tiny, tmp_path, 
 
 
 def test_settings_of_the_transformer_are_read_or_named_as_left_out(side, capfd):
+    change(side / "tokenizer_config.json", truncation_side="right")
     harmless = {
         "model_args": {"attn_implementation": "sdpa"},
         "unpad_inputs": True,
@@ -484,11 +485,23 @@ def test_dropout_among_the_modules_does_nothing(side):
     np.testing.assert_array_equal(after, before)
 
 
-def test_weights_that_are_not_finite_are_refused(side):
-    weights = load_file(side / "2_Dense" / "model.safetensors")
-    weights["linear.weight"][0, 0] = math.nan
-    save_file(weights, side / "2_Dense" / "model.safetensors")
-    assert "context_projection.weight has weights that are not finite" in refusal(side)
+@pytest.mark.parametrize(("place", "name", "message"), [
+    ("2_Dense", "linear.weight", "context_projection.weight has weights that are not finite"),
+    ("", "encoder.layer.0.output.dense.weight", "its outputs are not finite"),
+])  # fmt: skip
+def test_weights_that_are_not_finite_are_refused(side, place, name, message):
+    weights = load_file(side / place / "model.safetensors")
+    weights[name][0, 0] = math.nan
+    save_file(weights, side / place / "model.safetensors", {"format": "pt"})
+    assert message in refusal(side)
+
+
+def test_a_model_that_would_lose_the_beginning_of_documents_says_so(side, capfd):
+    sentence_transformers.load(side, Lengths())  # a side of contexts keeps their end
+    assert "truncation_side: left out: long candidates keep" in capfd.readouterr().err
+    change(side / "tokenizer_config.json", truncation_side="right")
+    sentence_transformers.load(side, Lengths())
+    assert "truncation_side" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("family", "more"), [
