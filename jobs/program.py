@@ -27,9 +27,9 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput, Stopped, Terminated, parse
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
 from pipeline.processor import bound_kind
-from pipeline.storage.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
+from pipeline.storage.failures import cause_of, storage_failure, store_failure, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -73,7 +73,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     except BadInput as error:
         fail(error, 2)
     except Stopped as error:
-        fail(error, SIGTERM if isinstance(error, Terminated) else 1)
+        fail(error, error.exit_code)
     except KeyboardInterrupt:
         fail(Stopped("interrupted; the same command resumes"), 130)
     except SystemExit as end:
@@ -87,12 +87,11 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         if refusal := cause_of(error, BadInput):
             fail(refusal, 2)
         if stopped := cause_of(error, Stopped):
-            fail(stopped, 1)
+            fail(stopped, stopped.exit_code)
         if store_reason := store_refusal(error):
             fail(BadInput(store_reason), 2)
-        if unreachable := store_out_of_reach(error):
-            message = f"the object store cannot be reached: {unreachable}"
-            fail(Stopped(f"{message}; the same command resumes when it can"), 1)
+        if store_problem := store_failure(error):
+            fail(Stopped(f"{store_problem}; the same command resumes when it can"), 1)
         if failure := storage_failure(error):
             fail(Stopped(f"{failure}; the same command resumes when it can write"), 1)
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -104,11 +103,17 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         sys.exit(SIGPIPE)
 
 
-def said_by_job(output: str, name: str, code: int) -> bool:
-    """Whether a job says in its output that it ends with this exit code; else its process died."""
+def summary_of(output: str, name: str) -> Summary:
+    """The summary in a job's output; empty where there is none, as the job's process died."""
     # A bar without a line end may stand before the summary where both streams go into one file.
     summaries = re.findall(rf'\{{"job": "{name}".*\}}$', output, re.MULTILINE)
-    return bool(summaries) and summary_in(summaries[-1]).get("exit_code", 0) == code
+    return summary_in(summaries[-1]) if summaries else {}
+
+
+def said_by_job(output: str, name: str, code: int) -> bool:
+    """Whether a job says in its output that it ends with this exit code; else its process died."""
+    summary = summary_of(output, name)
+    return bool(summary) and summary.get("exit_code", 0) == code
 
 
 def summary_in(line: str) -> Summary:
