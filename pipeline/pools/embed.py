@@ -128,7 +128,9 @@ def prepare(
         storage.delete(draft.staging)
         raise BadInput("--candidates: no text to embed (no rows)")
     if not parts:
-        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
+        raise BadInput(
+            f"--candidates: no text to embed ({raw.reasons_text(dropped)}); see {draft.path('rejected')}"
+        )
     raw.check_share(draft, staged, reading)
     copies = bool(previous and source and previous.name == source.name)
     other_source = None if copies else source
@@ -243,7 +245,9 @@ def embed(
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)
-        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
+        raise BadInput(
+            f"--candidates: no text to embed ({raw.reasons_text(dropped)}); see {draft.path('rejected')}"
+        )
     return records
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
 
@@ -265,6 +266,20 @@ def test_a_killed_build_stays_until_so_many_newer_versions_as_are_kept(night, po
     for number in range(2):
         night(FIRST | {"0": f"night {number}"}, "--keep", 2)
         assert (killed in versions(pools)) == (number == 0)
+
+
+def test_the_run_of_a_killed_build_ends_when_nobody_can_resume_it(night, pools, monkeypatch):
+    """Of one that was killed with -9: nothing of it could say so to MLflow."""
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE))
+    (note,) = pools.glob("p/*.partial/_run.json")
+    run_id, client = json.loads(note.read_text())["run_id"], mlflow.MlflowClient()
+    client.update_run(run_id, "RUNNING")
+    night(FIRST, "--keep", 2)
+    assert client.get_run(run_id).info.status == "RUNNING"  # the same command resumes
+    night(FIRST | {"0": "another night"}, "--keep", 2)
+    assert client.get_run(run_id).info.status == "KILLED"
 
 
 def test_canaries_that_are_named_when_a_build_goes_on_are_asked(night, monkeypatch, tmp_path):

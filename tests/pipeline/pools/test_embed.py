@@ -349,7 +349,7 @@ def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
         ("a.jsonl", b'{"id": 1, "text": "a"}\nnot JSON\n', "1 of 2 records (50.0%) are malformed"),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
         ("a.jsonl", b"", "no text to embed (no rows)"),
-        ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed ({'text is empty': 1})"),
+        ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed (1 text is empty)"),
     ],
 )
 def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, name, data, message):
