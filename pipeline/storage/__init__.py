@@ -387,8 +387,10 @@ def _write_temporary(path: Path, pieces: Iterable[bytes | pa.Buffer]) -> Path:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-    except BaseException:  # such as a full disk, which half a file should not fill further
+    except BaseException as error:  # such as a full disk, which half a file should not fill further
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # it says which disk
         raise
     return temporary
 

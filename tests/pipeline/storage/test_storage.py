@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -137,6 +138,16 @@ def test_files_are_written_listed_read_and_deleted_alike_everywhere(scheme, tmp_
     storage.delete(storage.join(root, "a"))
     assert not storage.exists(uri)
     assert storage.list_files(root) == []
+
+
+def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/a.txt'"):
+        storage.write_bytes(str(tmp_path / "a.txt"), b"x")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_path, monkeypatch):
