@@ -104,7 +104,9 @@ def _lock_pool(config: Config) -> Iterator[Lock | None]:
     if not config.pools:
         yield None
         return
-    if not versions.newest_versions(config.pools, config.name):  # a lock would make the folder
+    is_there = storage.exists(storage.join(config.pools, config.name))
+    if not (is_there and versions.newest_versions(config.pools, config.name)):
+        # A lock would make the folder.
         raise BadInput(f"pool {config.name}: {config.pools} has no such pool, or no version of it")
     if config.dry_run or config.rollback or _only_pins(config):
         yield None
