@@ -87,7 +87,7 @@ lock:
 # where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would compile anew (a demo of 5.2 minutes, not 3.7).
 # What is left out is hardly ever imported: half of all.
 # The mark is made last, so that an install that was cut off is done again.
-NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|autoscaler|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils)/
+NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils)/
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 .venv/installed: requirements.lock torch.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "polyrank needs Python 3.11, 3.12 or 3.13; name one: make PYTHON=…" >&2; exit 2; }
