@@ -11,6 +11,7 @@ null are texts, which people write as answers.
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import re
@@ -233,60 +234,77 @@ def csv_records(
     joined lines that are records, only the first line is set aside, and the others are read again; the lines
     of a long text are none. Samples hold no content.
     """
-    record_lines = list[tuple[int, str]]()
-    pushed_back = deque[tuple[int, str]]()
-    unread = iter(lines)
+    csv.field_size_limit(raw.MAX_LINE_BYTES)
+    records = _CsvRecords(lines, delimiter, quotes)
+    while (record := records.read()) is not None:
+        if record.fault:
+            report.records += 1
+            report.malformed.add(record.fault, uri, record.line, record.detail)
+        elif record.fields:
+            yield record.line, record.fields
 
-    def record_text() -> Iterator[str]:
-        while (
-            numbered_line := pushed_back.popleft() if pushed_back else next(unread, None)
-        ) is not None:
-            record_lines.append(numbered_line)
-            yield numbered_line[1] + "\n"
 
-    def csv_reader(text: Iterable[str]) -> Iterator[list[str]]:
-        return csv.reader(
-            text,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
-            strict=True,
+class _CsvRecord(NamedTuple):
+    line: int
+    """Its first one."""
+    fields: list[str]
+    fault: str = ""
+    """Why it is set aside; "": it is not."""
+    detail: str = ""
+
+
+class _CsvRecords:
+    """Reads records of CSV, and knows the lines of the last one, so that they can be read again."""
+
+    def __init__(self, lines: Lines, delimiter: str, quotes: bool) -> None:
+        self._unread, self._again = iter(lines), deque[tuple[int, str]]()
+        self._lines = list[tuple[int, str]]()
+        self._columns = 0
+        quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+        self._parse = functools.partial(
+            csv.reader, delimiter=delimiter, quoting=quoting, strict=True
         )
+        self._records = self._parse(self._text())
 
-    def is_record(line: str) -> bool:
+    def read(self) -> _CsvRecord | None:
+        """The next record; one of a blank line has no fields. None: there is none."""
+        self._lines.clear()
         try:
-            return len(next(csv_reader([line]), [])) in (0, column_count)
+            fields = next(self._records, None)
+        except csv.Error as error:
+            number, line = self._lines[0]
+            self._read_again()
+            return _CsvRecord(number, [], f"not CSV: {error}", _size_of_line(line))
+        if fields is None:
+            return None
+        number, _ = self._lines[0]
+        if damaged_line := next((line for _, line in self._lines if _fault(line)), ""):
+            fault, size = _fault(damaged_line), _size_of_line(damaged_line)
+            return _CsvRecord(number, fields, fault, size)
+        if self._columns > 0 and len(fields) not in (0, self._columns):
+            others = [line for _, line in self._lines[1:]]
+            if 2 * sum(map(self._is_record, others)) > len(others):
+                self._read_again()
+            counts = f"{len(fields)} fields, {self._columns} columns"
+            return _CsvRecord(number, fields, "more or fewer fields than columns", counts)
+        self._columns = self._columns or len(fields)
+        return _CsvRecord(number, fields)
+
+    def _text(self) -> Iterator[str]:
+        while line := self._again.popleft() if self._again else next(self._unread, None):
+            self._lines.append(line)
+            yield line[1] + "\n"
+
+    def _is_record(self, line: str) -> bool:
+        try:
+            return len(next(self._parse([line]), [])) in (0, self._columns)
         except csv.Error:
             return False
 
-    csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = csv_reader(record_text())
-    column_count = 0
-    while True:
-        record_lines.clear()
-        try:
-            fields = next(records, None)
-            if fields is None:
-                return
-            damaged_line = next((line for _, line in record_lines if _fault(line)), "")
-            fault, detail = _fault(damaged_line), _size_of_line(damaged_line)
-            reads_again = False
-            if not fault and column_count > 0 and len(fields) not in (0, column_count):
-                fault = "more or fewer fields than columns"
-                detail = f"{len(fields)} fields, {column_count} columns"
-                others = [line for _, line in record_lines[1:]]
-                reads_again = 2 * sum(map(is_record, others)) > len(others)
-        except csv.Error as error:
-            fields, reads_again = [], True
-            fault, detail = f"not CSV: {error}", _size_of_line(record_lines[0][1])
-        if reads_again:
-            pushed_back.extendleft(reversed(record_lines[1:]))
-            records = csv_reader(record_text())
-        if fault:
-            report.records += 1
-            report.malformed.add(fault, uri, record_lines[0][0], detail)
-        elif fields:
-            column_count = len(fields)
-            yield record_lines[0][0], fields
+    def _read_again(self) -> None:
+        """The last record is its first line alone, and the others are read again."""
+        self._again.extendleft(reversed(self._lines[1:]))
+        self._records = self._parse(self._text())
 
 
 def _fault(line: str) -> str:
