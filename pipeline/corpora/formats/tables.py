@@ -260,9 +260,11 @@ class _CsvRecords:
         self._unread, self._again = iter(lines), deque[tuple[int, str]]()
         self._lines = list[tuple[int, str]]()
         self._columns = 0
-        quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
         self._parse = functools.partial(
-            csv.reader, delimiter=delimiter, quoting=quoting, strict=True
+            csv.reader,
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+            strict=True,
         )
         self._records = self._parse(self._text())
 
