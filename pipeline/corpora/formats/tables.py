@@ -235,25 +235,16 @@ def csv_records(
     of a long text are none. Samples hold no content.
     """
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = _CsvRecords(lines, delimiter, quotes)
-    while (record := records.read()) is not None:
-        if record.fault:
+    reader = _CsvReader(lines, delimiter, quotes)
+    for number, fields, fault, detail in iter(reader.read, None):
+        if fault:
             report.records += 1
-            report.malformed.add(record.fault, uri, record.line, record.detail)
-        elif record.fields:
-            yield record.line, record.fields
+            report.malformed.add(fault, uri, number, detail)
+        elif fields:
+            yield number, fields
 
 
-class _CsvRecord(NamedTuple):
-    line: int
-    """Its first one."""
-    fields: list[str]
-    fault: str = ""
-    """Why it is set aside; "": it is not."""
-    detail: str = ""
-
-
-class _CsvRecords:
+class _CsvReader:
     """Reads records of CSV, and knows the lines of the last one, so that they can be read again."""
 
     def __init__(self, lines: Lines, delimiter: str, quotes: bool) -> None:
@@ -268,29 +259,29 @@ class _CsvRecords:
         )
         self._records = self._parse(self._text())
 
-    def read(self) -> _CsvRecord | None:
-        """The next record; one of a blank line has no fields. None: there is none."""
+    def read(self) -> tuple[int, list[str], str, str] | None:
+        """(first line, fields, fault, detail) of the next record; None: there is none. Fault: why it is set
+        aside; "": it is not, and is blank if it has no fields."""
         self._lines.clear()
         try:
             fields = next(self._records, None)
         except csv.Error as error:
             number, line = self._lines[0]
             self._read_again()
-            return _CsvRecord(number, [], f"not CSV: {error}", _size_of_line(line))
+            return number, [], f"not CSV: {error}", _size_of_line(line)
         if fields is None:
             return None
         number, _ = self._lines[0]
         if damaged_line := next((line for _, line in self._lines if _fault(line)), ""):
-            fault, size = _fault(damaged_line), _size_of_line(damaged_line)
-            return _CsvRecord(number, fields, fault, size)
+            return number, fields, _fault(damaged_line), _size_of_line(damaged_line)
         if self._columns > 0 and len(fields) not in (0, self._columns):
             others = [line for _, line in self._lines[1:]]
             if 2 * sum(map(self._is_record, others)) > len(others):
                 self._read_again()
-            counts = f"{len(fields)} fields, {self._columns} columns"
-            return _CsvRecord(number, fields, "more or fewer fields than columns", counts)
+            detail = f"{len(fields)} fields, {self._columns} columns"
+            return number, fields, "more or fewer fields than columns", detail
         self._columns = self._columns or len(fields)
-        return _CsvRecord(number, fields)
+        return number, fields, "", ""
 
     def _text(self) -> Iterator[str]:
         while line := self._again.popleft() if self._again else next(self._unread, None):
