@@ -203,6 +203,8 @@ def _convert(
             write(split)
     for split in SPLITS:
         write(split)
+    if not report.records:
+        report.notes.append(f"{uri}: holds no records")
     record = report.close(
         draft, task, privacy, FileRecord, input=uri, sample=sample.tolist(), files=files
     )

@@ -4,8 +4,8 @@ The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV an
 `.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
 tab means TSV, anything else CSV. JSON is objects, one in a line or otherwise, or an array of objects. CSV
 and TSV begin with the names of their columns; fields in double quotes may hold line breaks. A field that is
-NULL, \\N, nan, NaN, <NA> or #N/A is empty: data bases, pandas and Excel write empty cells so. None, N/A and
-null are texts, which people write as answers.
+NULL, \\N, nan, NaN, <NA>, #N/A or another of Excel's errors is empty: data bases, pandas and Excel write
+empty cells so. None, N/A and null are texts, which people write as answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # a first line tha
 _JSON_BEGINNING = re.compile(r"\s*(?:\{|\[\s*(?:\{|$))")
 _OTHER_DELIMITERS = ";\t|"
 # As SQL, pandas and Excel write an empty cell. "None" and "N/A" may be the right answer of a FAQ.
-_EMPTY_CELLS = frozenset(["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A"])
+_EXCEL_ERRORS = frozenset(["#N/A", "#REF!", "#NAME?", "#VALUE!", "#DIV/0!", "#NUM!", "#NULL!"])
+_EMPTY_CELLS = _EXCEL_ERRORS | {"NULL", "\\N", "nan", "NaN", "<NA>"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,12 @@ def read(
         objects = json_array.read_objects(
             uri, reading, report, form.encoding, opening, form.option("encoding")
         )
-        return _json_table(uri, objects, option_columns)
+        return _json_table(uri, objects, option_columns, report)
     if kind == "json":
-        return _json_table(uri, _json_objects(uri, lines, report), option_columns)
+        return _json_table(uri, _json_objects(uri, lines, report), option_columns, report)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
-    if excel := _EXCEL_DELIMITER.fullmatch(first[1].strip()):
+    if excel := _EXCEL_DELIMITER.fullmatch(first[1].strip(" ")):
         delimiter = excel[1]
         next(lines)
     records = csv_records(uri, lines, report, delimiter, form.quotes)
@@ -359,7 +360,9 @@ def _opening(first_line: str) -> str:
     return ""
 
 
-def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
+def _json_table(
+    uri: str, rows: Rows, option_columns: Mapping[str, str], report: file_tasks.ParseReport
+) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
     if len(head) == 1 and _is_whole_table(head[0][1]):
         name, value = next(iter(head[0][1].items()))
@@ -369,7 +372,12 @@ def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows
     if head:
         columns = list(dict.fromkeys(name for _, row in head for name in row))
         _require_columns(uri, option_columns, columns, nested_hint(head))
-    yield from itertools.chain(head, rows)
+    named_columns = frozenset(option_columns.values())
+    for number, row in itertools.chain(head, rows):
+        if isinstance(row, json_array.RepeatedNames) and (names := row.names & named_columns):
+            report.malformed.add("a column twice", uri, number, ", ".join(sorted(names)))
+        else:
+            yield number, row
 
 
 def _is_whole_table(row: Mapping[str, Any]) -> bool:
@@ -404,7 +412,8 @@ def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Row
             report.malformed.add(fault, uri, number, _size_of_line(line))
             continue
         try:
-            value = json.loads(line.strip())  # RFC 7464 begins each line with a record separator
+            # RFC 7464 begins each line with a record separator.
+            value = json_array.DECODER.decode(line.strip())
         except json.JSONDecodeError as error:
             place = f"{error.msg} at character {error.colno}"
             report.malformed.add("not JSON", uri, number, place)
@@ -438,7 +447,7 @@ def _parquet_rows(
                 if fetch.is_cheap:
                     stored.hold(fetch.start, fetch.stop)
                 for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
-                    for row in _shortest_floats(batch).to_pylist():
+                    for row in _as_written(batch).to_pylist():
                         number += 1
                         report.records += 1
                         yield number, row
@@ -448,20 +457,35 @@ def _parquet_rows(
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
-def _shortest_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Floats of 32 bits as their writer had them: 0.1, which is 0.10000000149 in 64 bits."""
+def _as_written(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Values as their writer had them. Floats of 32 bits: 0.1, which is 0.10000000149 in 64 bits. Texts and
+    UUIDs whose writer left out what they are, as Hive and Impala do; bytes that are none stay."""
     for place, field in enumerate(batch.schema):
+        values = batch.column(place)
         if pa.types.is_float32(field.type):
-            values = batch.column(place).cast(pa.string()).cast(pa.float64())
-            batch = batch.set_column(place, field.name, values)
+            values = values.cast(pa.string()).cast(pa.float64())
+        elif field.type == pa.binary(16):
+            values = values.cast(pa.uuid())
+        elif (text_type := _text_type(field.type)) != field.type:
+            with suppress(pa.ArrowInvalid):
+                values = values.cast(text_type)
+        batch = batch.set_column(place, field.name, values)
     return batch
 
 
+def _text_type(kind: pa.DataType) -> pa.DataType:
+    """The type with texts in place of bytes."""
+    if pa.types.is_list(kind):
+        return pa.list_(_text_type(kind.value_type))
+    return pa.string() if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else kind
+
+
 def delimiter_hint(columns: list[str], form: TableFormat) -> str:
-    """For a file with one column, the delimiter that it seems to have; "" for other files."""
-    header = columns[0] if len(columns) == 1 else ""
-    delimiter = next((character for character in _OTHER_DELIMITERS if character in header), "")
-    if not delimiter:
+    """The delimiter that a file seems to have whose names of columns hold it, "" for other files: in
+    `Question, long;Answer` a semicolon is as frequent as the comma that divided it."""
+    header = "".join(columns)
+    delimiter = max(_OTHER_DELIMITERS, key=header.count)
+    if header.count(delimiter) < max(1, len(columns) - 1):
         return ""
     delimiter_shown = "\\t" if delimiter == "\t" else delimiter
     option = f", which --{form.option('delimiter')} '{delimiter_shown}' reads" if form.GROUP else ""

@@ -117,6 +117,10 @@ def _parse_line(
         return "not JSON", {}
     if not isinstance(record, dict):
         return "not a JSON object", {}
+    if "author" in record and record["author"] is None:
+        record["author"] = (
+            "[deleted]"  # as programs write that take comments from Reddit themselves
+        )
     for name in needed:
         if record.get(name) is None:
             return f"no field {name}", {}
@@ -130,6 +134,14 @@ def _parse_line(
         if kind == pa.string():
             row[name] = value if raw.is_text(value) else None
         else:
-            is_int64 = type(value) is int and -(2**63) <= value < 2**63
-            row[name] = value if is_int64 else None
+            row[name] = _int64(value)
     return "", row
+
+
+def _int64(value: object) -> int | None:
+    """A whole number, also one that a program wrote as 5.0 or "5"."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None

@@ -420,6 +420,23 @@ GOOD = json.dumps(comment("c")).encode()
 
 
 @pytest.mark.parametrize(
+    ("fields", "author", "score"),
+    [
+        ({"author": None, "score": 5.0}, "[deleted]", 5),
+        ({"score": "-5"}, comment("c")["author"], -5),
+        ({"score": "hidden"}, comment("c")["author"], None),
+        ({"score": 5.5}, comment("c")["author"], None),
+    ],
+)
+def test_fields_are_read_as_other_programs_write_them(fields, author, score):
+    rejects = raw.Rejects()
+    data = GOOD + b"\n" + json.dumps(comment("d", **fields)).encode() + b"\n"
+    rows = parse_comments(data, "RC", 1, rejects).to_pylist()
+    assert [(row["id"], row["author"], row["score"]) for row in rows[1:]] == [("d", author, score)]
+    assert not rejects.counts
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         (b"rubbish", "not JSON"),
