@@ -44,6 +44,9 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
     text = pc.fill_null(rows["selftext"].combine_chunks(), "")
     has_none = pc.or_(pc.equal(text, ""), is_notice(text))
     text = pc.if_else(has_none, "", pc.binary_join_element_wise("\n", text, ""))
+    # Of a title such as "[deleted by user]" the text may be left.
+    title = rows["title"].combine_chunks()
+    title = pc.if_else(pc.and_not(is_notice(title), has_none), "", title)
     name = pc.binary_join_element_wise("t3_", rows["id"], "")
     no_parent = pa.array([""] * rows.num_rows, pa.string())
     return pa.table(
@@ -51,7 +54,7 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
             "id": name,
             "link_id": name,
             "parent_id": no_parent,
-            "body": pc.binary_join_element_wise(rows["title"], text, ""),
+            "body": pc.utf8_ltrim(pc.binary_join_element_wise(title, text, ""), "\n"),
             "author": rows["author"],
             "subreddit": rows["subreddit"],
             "score": rows["score"],

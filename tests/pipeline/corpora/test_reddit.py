@@ -391,6 +391,20 @@ def test_a_submission_is_the_first_turn_of_its_thread(selftext, turn):
     assert not rejects.counts
 
 
+@pytest.mark.parametrize(
+    ("title", "selftext", "body"),
+    [
+        ("A title", "its text", "A title\nits text"),
+        ("[deleted by user]", "its text", "its text"),
+        ("[deleted by user]", "[removed]", "[deleted by user]"),  # which `normalise` drops
+        ("A title", "[removed]", "A title"),
+    ],
+)
+def test_a_notice_is_no_title_and_no_text_of_a_submission(title, selftext, body):
+    data = lines_of([{**SUBMISSION, "title": title, "selftext": selftext}])
+    assert parse_submissions(data, "RS", 1, raw.Rejects())["body"].to_pylist() == [body]
+
+
 def test_rejected_comments_are_kept_to_look_at():
     table, *_ = normalise(parsed([comment("a"), comment("b", "a", "short")]), Options(), PLAIN)
     _, rejects = build_examples(table, Options())
