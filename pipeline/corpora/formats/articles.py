@@ -21,7 +21,8 @@ ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a tas
 _OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡—–", "\"')\\]»«“”’‘」』）"
 # Letters of scripts that put no spaces between words.
 _UNSPACED_LETTER = (
-    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19df\u1a20-\u1aad\u1b00-\u1b7f\u3041-\u30ff\u3400-\u9fff"
+    r"\ua980-\ua9df\uf900-\ufaff\uff66-\uff9f]"
 )
 _UNSPACED = re.compile(_UNSPACED_LETTER)
 # In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
@@ -41,14 +42,16 @@ _GERMAN_ORDINAL = (
 _DATE = r"(?:(?<=\d\.\s)\d{1,2}\.(?!\d)|(?:(?<=\d\.\s\d\.\s)|(?<=\d\.\s\d\d\.\s))(?:\d{4}\b|[\uac00-\ud7a3]))"
 # A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
 # without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, a colon ends a sentence in
-# Armenian, and many write Hindi's mark as |. Marks of Chinese, Japanese and Hindi need no space behind them.
+# Armenian, and many write Hindi's mark as | and Amharic's as two word separators, ፡፡. Marks of Chinese,
+# Japanese and Hindi need no space behind them.
 _SENTENCE_END = re.compile(
-    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:|](?:"
+    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:|፡](?:"
     rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:)"
     rf"|(?<=[\u0900-\u0d7f]\|)|(?<=[\u0900-\u0d7f]\s\|))"
     rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_ORDINAL}|{_DATE})"
     rf"(?=(?:[{_OPENING}]\s?){{0,2}}[$€£₹¥]?(?![{LOWER}])[^\W_])"
     rf"|(?<=[{_MARKS_WITHOUT_SPACE}])(?![{_CLOSING}{_MARKS_WITHOUT_SPACE}])\s*(?=\S)"
+    rf"|(?<=፡፡)(?![{_CLOSING}፡])\s*(?=\S)"
     r"|(?<=．)\s*(?=[^\W\d])"  # not ３．１４
     r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、。」』）])(?=\S)"  # と: he said
     rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
@@ -133,8 +136,9 @@ def article_text(sentences: list[str], options: Search) -> str:
 
 
 def count_words(text: str) -> int:
-    """Where a script puts no spaces between words, two letters count as a word, as in most of Chinese."""
-    return len(text.split()) + len(_UNSPACED.findall(text)) // 2
+    """Where a script puts no spaces between words, two letters count as a word, as in most of Chinese.
+    Amharic may put ፡ between them."""
+    return len(text.replace("፡", " ").split()) + len(_UNSPACED.findall(text)) // 2
 
 
 def split_sentences(paragraph: str) -> list[str]:

@@ -65,6 +65,7 @@ from pipeline.corpora.formats.articles import count_words, split_sentences
         ["Er kam am 3. 12. 1990 und am 4. Sept. 1991.", "Der 1. FC Köln gewann."],
         ["Яблоки, груши и т. д.", "Потом он ушёл, т. е. Иван.", "— Куда?", "— Домой."],
         ["It has 3 floors.", "$5 is paid.", "—¿Dónde?", "—Aquí, Dña. María."],
+        ["አዲስ፡አበባ፡ዋና፡ከተማ፡ናት፡፡", "ትልቅ፡ናት፡፡"],
         ["ܐܘܪܫܠܡ ܡܕܝܢܬܐ܀", "ܪܒܬܐ܀"],
         ["no capital. so no end."],
         ["Wait... for it."],
@@ -93,6 +94,7 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
         ("ไปโรงเรียน", 6),
         ("སྒྲུང་གསུམ", 6),
         ("Да, он.", 2),
+        ("አዲስ፡አበባ፡ከተማ፡ናት፡፡", 4),
     ],
 )
 def test_letters_of_scripts_without_spaces_are_counted(text, words):
