@@ -19,7 +19,7 @@ from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
 from pipeline.engine.draft import Draft, draft, request_of
 from pipeline.engine.records import TaskRecord, sum_counts
-from pipeline.models.precision import NUMERICS
+from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
 from pipeline.pools import build, candidates, embed, gate, promotion, verdicts, versions
@@ -292,7 +292,8 @@ def _is_same(config: Config, job: _Job, plan_record: PlanRecord, previous: Versi
     plan = plan_record.plan
     no_new_rows = plan.new_rows in (RowSet(), previous.set_aside)
     same_rows = no_new_rows and replace(plan.changes, new=0).none
-    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
+    precision = plan_record.precision
+    same_numbers = (precision, numerics_of(precision)) == (previous.precision, previous.numerics)
     # The rows themselves are compared, so it does not matter which files they are in, nor in which order.
     references = job.made_from.references
     earlier = previous.artifact.manifest["inputs"]

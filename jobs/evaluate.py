@@ -37,6 +37,8 @@ Files = dict[str, tuple[str, bytes]]
 KnownContexts = Mapping[str, Sequence[Sequence[str]]]
 """By the response."""
 AttachFiles = Callable[[Mapping[str, bytes]], None]
+Models = dict[str, tuple[Artifact, RankerConfig]]
+"""By the name of the row."""
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
@@ -140,13 +142,8 @@ def run(config: Config) -> program.Summary:
     measure = measurement(config, corpus)
     question_set = measure.questions
     models = models_by_name(artifacts)
-    known = train_contexts(corpus) if config.known_contexts else {}
-    for _, settings in models.values():
-        if config.known_contexts:
-            settings.require_one_vector("known_contexts")
-    skipped = {} if config.slow else _slow_models(models, question_set.candidates)
-    require(not (config.together and skipped), "together", True,
-            f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
+    known = _known_contexts(config, corpus, models)
+    skipped = _slow_models(config, models, question_set.candidates)
     timed_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
         return _dry_run(config, question_set, timed_models)
@@ -210,6 +207,15 @@ def run(config: Config) -> program.Summary:
     for attach in attach_to_runs:
         attach({name: data for name, (_, data) in files.items()})
     return summary
+
+
+def _known_contexts(config: Config, corpus: Artifact, models: Models) -> KnownContexts:
+    """Those of --known-contexts. Raises BadInput for a model whose contexts have several vectors."""
+    if not config.known_contexts:
+        return {}
+    for _, settings in models.values():
+        settings.require_one_vector("known_contexts")
+    return train_contexts(corpus)
 
 
 def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[ScorerResult]:
@@ -358,9 +364,7 @@ def _worst_errors(results: Sequence[ScorerResult], question_set: Questions) -> b
     return json_lines(worst_records)
 
 
-def _dry_run(
-    config: Config, question_set: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
-) -> program.Summary:
+def _dry_run(config: Config, question_set: Questions, models: Models) -> program.Summary:
     from pipeline.evaluation.estimate import TimedModel, estimate
     from pipeline.evaluation.ranking import load_scorer
 
@@ -394,20 +398,20 @@ def _precision(config: Config) -> Resolved:
     return precision_of_tasks(config.precision, config.resources.gpu)
 
 
-def _slow_models(
-    models: Mapping[str, tuple[Artifact, RankerConfig]], candidates: int
-) -> dict[str, str]:
-    """The models to skip, with the reason. Raises BadInput if these are all models."""
-    if candidates <= _MAX_CROSS_CANDIDATES:
+def _slow_models(config: Config, models: Models, candidates: int) -> dict[str, str]:
+    """The models to skip, with the reason. Raises BadInput if these are all models, or with --together."""
+    if config.slow or candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
     slow = {name: reason for name, (_, model) in models.items() if not model.has_vectors}
     if len(slow) == len(models):
         raise BadInput(f"--model {' '.join(slow)}: {reason}")
+    require(not (config.together and slow), "together", True,
+            f"false: {'; '.join(f'{name}: {reason}' for name in slow)}")  # fmt: skip
     return slow
 
 
-def models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
+def models_by_name(models: Sequence[Artifact]) -> Models:
     """Models by the name of their row: the architecture, the folder, or both with the fingerprint."""
     from pipeline.models.ranker import load_ranker
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pipeline import storage
 from pipeline.artifact import Artifact
@@ -55,14 +55,6 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     """Runs a job from the command line and exits."""
     _leave_folder_of_ray()
     program = command_of_verb.format(name)
-
-    def fail(error: BadInput | Stopped, code: int) -> NoReturn:
-        text = " ".join(str(error).split())
-        say(f"{program}: {text}", sys.stderr)
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            _print_summary({"job": name, "exit_code": code, "error": text})
-        sys.exit(code)
-
     try:
         config = parse(config_class, sys.argv[1:], program)
         bound_kind()  # a wrong one is refused before anything starts
@@ -70,37 +62,47 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             if option.metadata.get("file") and (uri := getattr(config, option.name)):
                 storage.require_file(option.name, uri)
         summary = run(config)
-    except BadInput as error:
-        fail(error, 2)
-    except Stopped as error:
-        fail(error, error.exit_code)
-    except KeyboardInterrupt:
-        fail(Stopped("interrupted; the same command resumes"), 130)
     except SystemExit as end:
         if end.code:  # 0: --help
             reason = "terminated; the same command resumes" if end.code == SIGTERM else ""
             _print_summary({"job": name, "exit_code": end.code, "error": reason})
         raise
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             sys.exit(SIGPIPE)
-        if refusal := cause_of(error, BadInput):
-            fail(refusal, 2)
-        if stopped := cause_of(error, Stopped):
-            fail(stopped, stopped.exit_code)
-        if store_reason := store_refusal(error):
-            fail(BadInput(store_reason), 2)
-        if store_problem := store_failure(error):
-            fail(Stopped(f"{store_problem}; the same command resumes when it can"), 1)
-        if failure := storage_failure(error):
-            fail(Stopped(f"{failure}; the same command resumes when it can write"), 1)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        _print_summary({"job": name, "exit_code": 1, "error": text})
+        explained = _explain(error)
+        code, text = explained or (1, f"{type(error).__name__}: {error}")
+        text = " ".join(text.split())
+        if explained:
+            say(f"{program}: {text}", sys.stderr)
+        if not (explained and sys.stdout.isatty() and sys.stderr.isatty()):
+            _print_summary({"job": name, "exit_code": code, "error": text})
+        if explained:
+            sys.exit(code)
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         say(f"runs and curves: mlflow ui --backend-store-uri {store}", sys.stderr)
     if not _print_summary({"job": name, **summary}):
         sys.exit(SIGPIPE)
+
+
+def _explain(error: BaseException) -> tuple[int, str] | None:
+    """(exit code, what the user should know) of a failure; None: nobody has foreseen it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted; the same command resumes"
+    if not isinstance(error, BadInput | Stopped):  # of a task, or a worker
+        error = cause_of(error, BadInput) or cause_of(error, Stopped) or error
+    if isinstance(error, BadInput):
+        return 2, str(error)
+    if isinstance(error, Stopped):
+        return error.exit_code, str(error)
+    if refusal := store_refusal(error):
+        return 2, refusal
+    if problem := store_failure(error):
+        return 1, f"{problem}; the same command resumes when it can"
+    if failure := storage_failure(error):
+        return 1, f"{failure}; the same command resumes when it can write"
+    return None
 
 
 def summary_of(output: str, name: str) -> Summary:

@@ -209,7 +209,7 @@ def read_lines(
                 raise file_kinds.not_utf8(uri, number + place, damaged_line, option="")
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
-                yield number, line.removeprefix("\ufeff").removesuffix("\r")
+                yield number, line.lstrip("\ufeff").removesuffix("\r")
     except Truncated as error:
         accept_truncated(error, reading, notes if notes is not None else [], number)
     if undecodable and notes is not None:

@@ -13,7 +13,7 @@ from pipeline.config import BadInput, Stopped, digest
 from pipeline.corpora.file_tasks import is_document
 from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
-from pipeline.models.precision import NUMERICS
+from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.pools import build
 from pipeline.pools.embed import EmbedConfig
@@ -72,8 +72,8 @@ def resolve_inputs(
     references: dict[str, Any] = {"model": model, "candidates": source}
     if redact:  # without, the pool is that of polyrank before it redacted pools
         references["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
-    if NUMERICS > 1:  # the first ones were not named
-        references["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
+    numerics = str(numerics_of(embed.precision))
+    references["numerics"] = {"uri": "", "kind": "code", "fingerprint": numerics}
     if order_counts and len(files) > 1:
         order = digest([storage.name_of(file) for file in files])
         references["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}

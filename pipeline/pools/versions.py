@@ -13,7 +13,7 @@ from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.engine.draft import is_being_made, read_mark, read_request, read_run
-from pipeline.models.precision import NUMERICS, Resolved
+from pipeline.models.precision import Resolved, numerics_of
 from pipeline.pools.changes import RowSet
 from pipeline.pools.lock import current_locked, is_leased
 from pipeline.pools.pool import KIND, current_uri, precision_of, version_in
@@ -129,7 +129,8 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
     settings_before = _vector_settings(before.artifact.manifest["config"])
-    return before.numerics == NUMERICS and settings_before == _vector_settings(to_dict(config))
+    same_numerics = before.numerics == numerics_of(precision)
+    return same_numerics and settings_before == _vector_settings(to_dict(config))
 
 
 def newest_with_vectors_of(

@@ -11,12 +11,10 @@ import mlflow
 import pytest
 import torch
 
-from jobs import embed_pool
 from pipeline import storage
-from pipeline.models import inference
+from pipeline.models import inference, precision
 from pipeline.models.precision import NUMERICS
-from pipeline.pools import candidates, embed, inputs, plan, promotion
-from pipeline.pools import versions as versions_module
+from pipeline.pools import candidates, plan, promotion
 from pipeline.pools.pool import Pool
 from tests.jobs.nights import (
     EXACT,
@@ -101,8 +99,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
 @pytest.mark.processor
 def test_a_pool_of_other_numerics_is_embedded_anew(night, first_night, pools, monkeypatch):
     first = first_night()
-    for module in (embed_pool, embed, inputs, versions_module):
-        monkeypatch.setattr(module, "NUMERICS", NUMERICS + 1)
+    monkeypatch.setattr(precision, "NUMERICS", NUMERICS + 1)
     with monkeypatch.context() as patch:
         stop_after(0, patch)
         interrupted(night(FIRST))
@@ -119,7 +116,7 @@ def test_a_build_is_resumed_with_the_same_numerics_only(night, monkeypatch, mode
         stop_after(3, patch)
         interrupted(night(FIRST, *options))
     model_texts.clear()
-    monkeypatch.setattr(embed, "NUMERICS", NUMERICS + 1)
+    monkeypatch.setattr(precision, "NUMERICS", NUMERICS + 1)
     night(FIRST, *options)
     assert len(model_texts) == 30
 
