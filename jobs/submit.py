@@ -37,7 +37,8 @@ _STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _ADDRESSES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", *_STORES, "HF_ENDPOINT")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3
-_START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first seconds
+# Of a head whose agent starts; that took over a minute on two busy cores.
+_START_S, _NO_AGENT = 300.0, "No available agent"
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
 _QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
@@ -312,7 +313,7 @@ def _submit(client: Any, job_id: str, parcel: _Parcel) -> None:
             target = Path(folder) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-        deadline = time.monotonic() + _START_S
+        began, is_said = time.monotonic(), False
         while True:
             try:
                 client.submit_job(
@@ -325,8 +326,11 @@ def _submit(client: Any, job_id: str, parcel: _Parcel) -> None:
             except ValueError as error:
                 raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
             except dashboard.LOST as error:
-                if _NO_AGENT not in str(error) or time.monotonic() > deadline:
+                if _NO_AGENT not in str(error) or time.monotonic() > began + _START_S:
                     raise Stopped(f"--name {job_id}: not taken ({first_line(error)})") from None
+            if not is_said:
+                _say("waits for the head's agent, which takes jobs")
+                is_said = True
             time.sleep(1)
     _say(f"{job_id} is submitted")
 
