@@ -145,13 +145,8 @@ def run(config: Config) -> program.Summary:
     measure = measurement(config, corpus)
     question_set = measure.questions
     models = models_by_name(artifacts)
-    known = train_contexts(corpus) if config.known_contexts else {}
-    for _, ranker in models.values():
-        if config.known_contexts:
-            ranker.config.require_one_vector("known_contexts")
-    skipped = {} if config.slow else _slow_models(models, question_set.candidates)
-    require(not (config.together and skipped), "together", True,
-            f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
+    known = _known_contexts(config, corpus, models)
+    skipped = _slow_models(config, models, question_set.candidates)
     timed_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
         return _dry_run(config, question_set, timed_models)
@@ -214,6 +209,15 @@ def run(config: Config) -> program.Summary:
     for attach in attach_to_runs:
         attach({name: data for name, (_, data) in files.items()})
     return summary
+
+
+def _known_contexts(config: Config, corpus: Artifact, models: Models) -> KnownContexts:
+    """Those of --known-contexts. Raises BadInput for a model whose contexts have several vectors."""
+    if not config.known_contexts:
+        return {}
+    for _, ranker in models.values():
+        ranker.config.require_one_vector("known_contexts")
+    return train_contexts(corpus)
 
 
 def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[ScorerResult]:
@@ -412,14 +416,16 @@ def _precision(config: Config) -> Resolved:
     return precision_of_tasks(config.precision, config.resources.gpu)
 
 
-def _slow_models(models: Models, candidates: int) -> dict[str, str]:
-    """The models to skip, with the reason. Raises BadInput if these are all models."""
-    if candidates <= _MAX_CROSS_CANDIDATES:
+def _slow_models(config: Config, models: Models, candidates: int) -> dict[str, str]:
+    """The models to skip, with the reason. Raises BadInput if these are all models, or with --together."""
+    if config.slow or candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
     slow = {name: reason for name, (_, ranker) in models.items() if not ranker.config.has_vectors}
     if len(slow) == len(models):
         raise BadInput(f"--model {' '.join(slow)}: {reason}")
+    require(not (config.together and slow), "together", True,
+            f"false: {'; '.join(f'{name}: {reason}' for name in slow)}")  # fmt: skip
     return slow
 
 
