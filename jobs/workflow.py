@@ -217,7 +217,9 @@ def _run_step(step: Step) -> dict[str, Any]:
         died = f"its process died (exit code {code}, start {start} of {_MAX_STARTS})"
         print(f"step {step.name}: {died}", file=sys.stderr, flush=True)
     if code:
-        message = f"step {step.name} failed (exit code {code}); the same command continues there"
+        cause = program.summary_in(last_line).get("error", "")
+        failed = f"step {step.name} failed (exit code {code}){': ' if cause else ''}{cause}"
+        message = f"{failed}; the same command continues there"
         raise BadInput(message) if code == 2 and said and step.verb else Stopped(message)
     seconds = round(time.monotonic() - began, 1)
     return {"step": step.name, "seconds": seconds, **program.summary_in(last_line)}
