@@ -69,7 +69,7 @@ def _start_ray(address: str, options: dict[str, Any]) -> Any:
         except ConnectionError as error:
             if address == "local":
                 raise
-            raise BadInput(f"RAY_ADDRESS {address}: {dashboard.first_line(error)}") from None
+            raise Stopped(f"RAY_ADDRESS {address}: {dashboard.first_line(error)}") from None
         except Exception as error:
             if _STARTS_TOO_SLOWLY not in str(error):
                 raise

@@ -125,8 +125,7 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
         storage.write_bytes("s3://lake/exports/canaries.txt", canaries)
         line, environment = _nightly_line()
         machine.shell(line, environment)
-        # The night has succeeded: it is not sent again.
-        machine.shell(line, environment, exit_code=2)
+        machine.shell(line, environment)  # the night has succeeded: it is not sent again
 
     with _step("A new ranker is promoted, and the service follows"):
         machine.submit("finetune", "--config", "jobs/configs/demo-poly.yaml", "--corpus", "s3://lake/convai2",
@@ -264,10 +263,10 @@ class _Machine:
                 return shlex.split(self._here(line))
         raise Stopped(f"{page}: no command with {' '.join(parts)}")
 
-    def shell(self, line: str, environment: dict[str, str], exit_code: int = 0) -> None:
-        """Runs a line as cron does, by sh and with few variables. Raises Stopped for another exit code."""
+    def shell(self, line: str, environment: dict[str, str]) -> None:
+        """Runs a line as cron does, by sh and with few variables. Raises Stopped if it fails."""
         here = {name: self._here(value) for name, value in environment.items()}
-        self._run(["sh", "-c", self._here(line)], here, exit_code=exit_code)
+        self._run(["sh", "-c", self._here(line)], here)
 
     def ask(self, other_than: dict[str, Any] | None = None) -> dict[str, Any]:
         """The service's answer; with `other_than`, the first one of another model."""
@@ -415,13 +414,12 @@ class _Machine:
         command: list[str],
         more: Mapping[str, str] | None = None,
         quiet: bool = False,
-        exit_code: int = 0,
     ) -> None:
         """`more`: variables of its environment."""
         if not quiet:
             print(f"   $ {shlex.join(command)}", flush=True)
         result = subprocess.run(command, env={**os.environ, **(more or {})}, capture_output=quiet)
-        if result.returncode != exit_code:
+        if result.returncode:
             raise Stopped(f"exit code {result.returncode}: {shlex.join(command)}")
 
     def _stop(self) -> None:

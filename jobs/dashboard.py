@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 
 LOST = (OSError, RuntimeError)
 """Errors of a client whose cluster does not answer, or not as it should; it may again."""
@@ -21,7 +21,11 @@ _CAUSE = re.compile(r"\[Errno -?\d+\] [\w ]+|timed out|Failed to resolve '[^']*'
 
 
 def connect(client_of: Callable[[str], Any], url: str) -> Any:
-    """`client_of(url)`, which asks the cluster. Raises BadInput if none answers, or it refuses the token."""
+    """`client_of(url)`, which asks the cluster.
+
+    Raises Stopped if none answers, which may pass, and BadInput for an address that is none, or if the
+    cluster refuses the token.
+    """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.exceptions import AuthenticationError
 
@@ -30,12 +34,14 @@ def connect(client_of: Callable[[str], Any], url: str) -> Any:
     except AuthenticationError as error:
         raise BadInput(f"--address {url}: {first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
                        "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
-    except (*LOST, ValueError) as error:
-        raise BadInput(f"--address {url}: no cluster answers ({first_line(error)})") from None
+    except LOST as error:
+        raise Stopped(f"--address {url}: no cluster answers ({first_line(error)})") from None
+    except ValueError as error:
+        raise BadInput(f"--address {url}: {first_line(error)}") from None
 
 
 def require_listener(name: str, address: str) -> None:
-    """Raises BadInput where nobody listens at HOST:PORT, or a URL of both; addresses such as auto pass. Ray's
+    """Raises Stopped where nobody listens at HOST:PORT, or a URL of both; addresses such as auto pass. Ray's
     own client looks for a minute, and then ends with a traceback. `name`: of the variable."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -43,13 +49,14 @@ def require_listener(name: str, address: str) -> None:
             socket.create_connection((parts.hostname or "", parts.port), _CONNECT_S).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise BadInput(f"{name} {address}: no cluster answers ({reason})") from None
+        raise Stopped(f"{name} {address}: no cluster answers ({reason})") from None
 
 
 def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
     """Serve's REST interface: the state of its applications, or, with settings, deploys those.
 
-    Raises AuthenticationError, and OSError for everything else that goes wrong.
+    Raises AuthenticationError, ValueError for an address that is none, and OSError for everything else that
+    goes wrong.
     """
     answer = _ask(url, "serve/applications/", settings)
     return {} if settings else answer["applications"]
@@ -73,6 +80,8 @@ def _ask(url: str, path: str, settings: dict[str, Any] | None = None) -> Any:
             timeout=(_CONNECT_S, _ANSWER_S),
         )
     except requests.RequestException as error:
+        if isinstance(error, ValueError):  # no address of a server
+            raise ValueError(str(error)) from None
         raise OSError(cause[0] if (cause := _CAUSE.search(str(error))) else str(error)) from None
     if answer.status_code in (401, 403):
         raise AuthenticationError(answer.text)

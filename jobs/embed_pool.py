@@ -19,7 +19,7 @@ from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
 from pipeline.engine.draft import Draft, draft, request_of
 from pipeline.engine.records import TaskRecord, sum_counts
-from pipeline.models.precision import NUMERICS
+from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
 from pipeline.pools import build, candidates, embed, gate, promotion, verdicts, versions
@@ -123,6 +123,10 @@ def _remove_old(config: Config, unfinished: bool = True) -> None:
     versions.remove_dead_plans(config.pools)
     for version in removal.removed:
         _say(config, f"removed {version}")
+    if removal.killed_runs:
+        from pipeline import tracking
+
+        tracking.end_killed(removal.killed_runs)
     for version, rows in removal.kept_larger:
         _say(config, f"kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, and no "
              f"version that stays has {1 - limit:.0%} of that; remove its folder if it may go")  # fmt: skip
@@ -161,30 +165,32 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     from pipeline import tracking
 
     out = draft(job.uri, KIND, config, job.made_from.references)
+    current = _current_name(config)  # before it is compared with: it may move at any time
     if isinstance(out, Artifact):
-        current = versions.open_current(config.pools, config.name)
-        if current:
-            changes = _compare(config, job, Version(out), current)
-            _, refusal = _judge_changes(config, changes, out.rows("rows/"))
+        if before := versions.open_before(config.pools, config.name):
+            changes = _compare(config, job, Version(out), before)
+            _, refusal = _judge_changes(config, changes, out.rows("rows/"), before)
             if refusal:
                 raise Stopped(refusal)
-        _publish(config, job, current.name if current else _current_name(config))
+        _publish(config, job.version, current)
         return out, True
     tracking.connect()  # refuses a server that is away before the work
     with cluster.session(for_tasks=True):
         plan_record, previous = _plan(config, job, out)
         if previous and _is_same(config, job, plan_record, previous):
             storage.delete(out.staging)
+            if previous.name != current:  # CURRENT is lost
+                _publish(config, previous.name, current)
             return previous.artifact, True
-        compared = previous.name if previous else _current_name(config)
-        shares, refusal = _judge_changes(config, plan_record.plan.changes, plan_record.plan.rows)
+        plan = plan_record.plan
+        shares, refusal = _judge_changes(config, plan.changes, plan.rows, previous)
         if refusal:
             raise Stopped(refusal)
         with tracking.start("embed_pool", out) as tracked:
             pool = _embed(config, job, out, plan_record, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
-    _publish(config, job, compared)
+    _publish(config, job.version, current)
     return pool, False
 
 
@@ -192,14 +198,14 @@ def _current_name(config: Config) -> str:
     return versions.current_name(config.pools, config.name)
 
 
-def _publish(config: Config, job: _Job, compared: str) -> None:
-    promotion.publish(config.pools, config.name, job.version, config.publish_only, compared)
+def _publish(config: Config, version: str, compared: str) -> None:
+    promotion.publish(config.pools, config.name, version, config.publish_only, compared)
 
 
-def _compare(config: Config, job: _Job, version: Version, current: Version) -> Changes:
-    """The ids of a version that is there already beside those of CURRENT."""
-    rows, rows_before = (versions.files_of_rows(v.artifact) for v in (version, current))
-    same_columns = version.filter_columns == current.filter_columns
+def _compare(config: Config, job: _Job, version: Version, before: Version) -> Changes:
+    """The ids of a version that is there already beside those of the version before."""
+    rows, rows_before = (versions.files_of_rows(v.artifact) for v in (version, before))
+    same_columns = version.filter_columns == before.filter_columns
     is_small = verdicts.is_small(rows, rows_before)
     with (
         nullcontext() if is_small else cluster.session(for_tasks=True),
@@ -221,19 +227,21 @@ def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
         storage.delete(out.staging)
 
 
-def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
-    """(how much of CURRENT a version of so many rows leaves, why the gate refuses that)"""
-    current = _current_name(config)
-    rows_before = versions.rows_of(config.pools, config.name, current) if current else 0
+def _judge_changes(
+    config: Config, changes: Changes, rows: int, before: Version | None
+) -> tuple[gate.Shares, str]:
+    """(how much of the version before a version of so many rows leaves, why the gate refuses that)"""
+    name = before.name if before else _current_name(config)
+    rows_before = versions.rows_of(config.pools, config.name, name) if name else 0
     shares = gate.shares_of(changes, rows, rows_before)
-    return shares, gate.refusal(config.gate, shares, current, rows_before)
+    return shares, gate.refusal(config.gate, shares, name, rows_before)
 
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     from pipeline.engine.resources import precision_of_tasks
 
-    previous = versions.open_current(config.pools, config.name)
+    previous = versions.open_before(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
     if previous and previous.precision != precision:
         before = f"the version before in {previous.precision}"
@@ -284,7 +292,8 @@ def _is_same(config: Config, job: _Job, plan_record: PlanRecord, previous: Versi
     plan = plan_record.plan
     no_new_rows = plan.new_rows in (RowSet(), previous.set_aside)
     same_rows = no_new_rows and replace(plan.changes, new=0).none
-    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
+    precision = plan_record.precision
+    same_numbers = (precision, numerics_of(precision)) == (previous.precision, previous.numerics)
     # The rows themselves are compared, so it does not matter which files they are in, nor in which order.
     references = job.made_from.references
     earlier = previous.artifact.manifest["inputs"]
@@ -353,6 +362,7 @@ def _embed(
         "seconds": round(seconds, 3),
     }
     all_records: list[TaskRecord] = [plan_record, *records]
+    job.made_from.check_model(out.staging)
     lock.check()
     return out.publish(
         [*(entry for record in records for entry in record.files), *entries],
@@ -384,7 +394,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
             cores = cpus_each(actors, chosen=config.resources.cpus_per_actor)
     plan = plan_record.plan
     is_same = previous is not None and _is_same(config, job, plan_record, previous)
-    _, refusal = _judge_changes(config, plan.changes, plan.rows)
+    _, refusal = _judge_changes(config, plan.changes, plan.rows, previous)
     if refusal:
         _say(config, f"would be refused: {refusal}")
     details = {

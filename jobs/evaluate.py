@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jobs import cluster, program
 from pipeline import cost, storage
@@ -29,14 +29,19 @@ from pipeline.evaluation.questions import (
 from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
-from pipeline.models.settings import RankerConfig
 from pipeline.registry import model_uri
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.ranking import RankerScorer
+    from pipeline.models.ranker import Ranker
 
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""
 KnownContexts = Mapping[str, Sequence[Sequence[str]]]
 """By the response."""
 AttachFiles = Callable[[Mapping[str, bytes]], None]
+Models = dict[str, tuple[Artifact, "Ranker"]]
+"""By the name of the model's row: the files, and what is loaded of them."""
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
@@ -140,13 +145,8 @@ def run(config: Config) -> program.Summary:
     measure = measurement(config, corpus)
     question_set = measure.questions
     models = models_by_name(artifacts)
-    known = train_contexts(corpus) if config.known_contexts else {}
-    for _, settings in models.values():
-        if config.known_contexts:
-            settings.require_one_vector("known_contexts")
-    skipped = {} if config.slow else _slow_models(models, question_set.candidates)
-    require(not (config.together and skipped), "together", True,
-            f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
+    known = _known_contexts(config, corpus, models)
+    skipped = _slow_models(config, models, question_set.candidates)
     timed_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
         return _dry_run(config, question_set, timed_models)
@@ -160,11 +160,10 @@ def run(config: Config) -> program.Summary:
     baselines = _baselines(corpus, measure, config) if config.baselines else []
     if config.baselines and measure.protocol.source == "corpus":
         baselines += _untrained_baselines(artifacts, measure, config, known)
-    asked_artifacts = {name: model for name, (model, _) in timed_models.items()}
     with nullcontext() if config.resources == HERE else cluster.session():
         precision = _precision(config)
         model_results, attach_to_runs = _ask_models(
-            asked_artifacts, corpus, measure, config, precision, baselines, known
+            timed_models, corpus, measure, config, precision, baselines, known
         )
     results, comparisons = baselines + model_results, compare_all(model_results, config.seed)
     least_scores = _least_scores(model_results, measure.protocol)
@@ -185,7 +184,7 @@ def run(config: Config) -> program.Summary:
     notes = [
         *_notes(question_set, measure.protocol, config, corpus, known),
         f"models compute in {precision}",
-        *_truncations(asked_artifacts, question_set),
+        *_truncations(timed_models, question_set),
         *(f"{name}: {least}" for name, least in least_scores.items()),
     ]
     table = "\n".join([report.markdown(results, comparisons), "", *notes])
@@ -210,6 +209,15 @@ def run(config: Config) -> program.Summary:
     for attach in attach_to_runs:
         attach({name: data for name, (_, data) in files.items()})
     return summary
+
+
+def _known_contexts(config: Config, corpus: Artifact, models: Models) -> KnownContexts:
+    """Those of --known-contexts. Raises BadInput for a model whose contexts have several vectors."""
+    if not config.known_contexts:
+        return {}
+    for _, ranker in models.values():
+        ranker.config.require_one_vector("known_contexts")
+    return train_contexts(corpus)
 
 
 def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[ScorerResult]:
@@ -256,7 +264,7 @@ def _untrained_baselines(
 
 
 def _ask_models(
-    models: Mapping[str, Artifact],
+    models: Models,
     corpus: Artifact,
     measure: Measurement,
     config: Config,
@@ -267,15 +275,13 @@ def _ask_models(
     """A row per model, with `--together` one more of their mean. Each model has an MLflow run, which takes
     the baselines' numbers, too, and files later."""
     from pipeline import tracking
-    from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
+    from pipeline.evaluation.ranking import mean_scorer
 
     results, attach_to_runs = list[ScorerResult](), list[AttachFiles]()
     settings = {**to_dict(config), "precision": precision}
-    make_scorer: Callable[[], Scorer]
-    for name, model in models.items():
-        bar = name if config.resources == HERE else ""
-        make_scorer = functools.partial(load_scorer, model, bar, precision, known)
-        results.append(measure.of(name, make_scorer, actors=config.resources))
+    makers = _scorer_makers(models, config.resources, precision, known)
+    for name, (model, _) in models.items():
+        results.append(measure.of(name, makers[name], actors=config.resources))
         inputs = {"model": model, "corpus": corpus}
         with tracking.start_without_artifact(
             "evaluate", storage.name_of(model.uri), inputs, settings
@@ -288,19 +294,35 @@ def _ask_models(
         tracking.note_quality(model, corpus, results[-1].numbers())
         attach_to_runs.append(run.attach)
     if config.together:
-        make_scorer = functools.partial(load_mean_scorer, list(models.values()), precision)
-        results.append(measure.of(" + ".join(models), make_scorer, actors=config.resources))
+        make_mean = functools.partial(mean_scorer, list(makers.values()))
+        results.append(measure.of(" + ".join(models), make_mean, actors=config.resources))
     return results, attach_to_runs
 
 
-def _truncations(models: Mapping[str, Artifact], question_set: Questions) -> list[str]:
+def _scorer_makers(
+    models: Models, resources: Actors, precision: Resolved, known: KnownContexts
+) -> dict[str, Callable[[], RankerScorer]]:
+    """Makes a model's scorer. Here it has the weights that are loaded; a task on a cluster loads its own."""
+    from pipeline.evaluation import ranking
+
+    if resources != HERE:
+        return {
+            name: functools.partial(ranking.load_scorer, model, "", precision, known)
+            for name, (model, _) in models.items()
+        }
+    return {
+        name: functools.cache(functools.partial(ranking.scorer, ranker, name, precision, known))
+        for name, (_, ranker) in models.items()
+    }
+
+
+def _truncations(models: Models, question_set: Questions) -> list[str]:
     """A line for each model that does not read all texts to their end."""
-    from pipeline.models.ranker import load_ranker
     from pipeline.models.truncation import truncation
 
     lines = {
-        name: truncation(load_ranker(model.local()), question_set.contexts, question_set.texts)
-        for name, model in models.items()
+        name: truncation(ranker, question_set.contexts, question_set.texts)
+        for name, (_, ranker) in models.items()
     }
     return [f"{name}: {line}" for name, line in lines.items() if line]
 
@@ -358,16 +380,16 @@ def _worst_errors(results: Sequence[ScorerResult], question_set: Questions) -> b
     return json_lines(worst_records)
 
 
-def _dry_run(
-    config: Config, question_set: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
-) -> program.Summary:
+def _dry_run(config: Config, question_set: Questions, models: Models) -> program.Summary:
     from pipeline.evaluation.estimate import TimedModel, estimate
-    from pipeline.evaluation.ranking import load_scorer
+    from pipeline.evaluation.ranking import scorer
 
     precision = _precision(config)
     timed_models = {
-        name: TimedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
-        for name, (model, settings) in models.items()
+        name: TimedModel(
+            functools.partial(scorer, ranker, "", precision), ranker.config.has_vectors
+        )
+        for name, (_, ranker) in models.items()
     }
     details = {"candidates": question_set.candidates}
     return cost.show("evaluate", estimate(question_set, timed_models), details)
@@ -394,26 +416,28 @@ def _precision(config: Config) -> Resolved:
     return precision_of_tasks(config.precision, config.resources.gpu)
 
 
-def _slow_models(
-    models: Mapping[str, tuple[Artifact, RankerConfig]], candidates: int
-) -> dict[str, str]:
-    """The models to skip, with the reason. Raises BadInput if these are all models."""
-    if candidates <= _MAX_CROSS_CANDIDATES:
+def _slow_models(config: Config, models: Models, candidates: int) -> dict[str, str]:
+    """The models to skip, with the reason. Raises BadInput if these are all models, or with --together."""
+    if config.slow or candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
-    slow = {name: reason for name, (_, model) in models.items() if not model.has_vectors}
+    slow = {name: reason for name, (_, ranker) in models.items() if not ranker.config.has_vectors}
     if len(slow) == len(models):
         raise BadInput(f"--model {' '.join(slow)}: {reason}")
+    require(not (config.together and slow), "together", True,
+            f"false: {'; '.join(f'{name}: {reason}' for name in slow)}")  # fmt: skip
     return slow
 
 
-def models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
-    """Models by the name of their row: the architecture, the folder, or both with the fingerprint."""
+def models_by_name(models: Sequence[Artifact]) -> Models:
+    """Models by the name of their row: the architecture, the folder, or both with the fingerprint.
+
+    All are loaded, so that a broken one fails before hours go into another one.
+    """
     from pipeline.models.ranker import load_ranker
 
-    # Loads each model once, so that a broken one fails before hours go into another one.
-    loaded = [(model, load_ranker(model.local()).config) for model in models]
-    names = [str(settings.architecture) for _, settings in loaded]
+    loaded = [(model, load_ranker(model.local())) for model in models]
+    names = [str(ranker.config.architecture) for _, ranker in loaded]
     folders = [storage.name_of(model.uri) for model in models]
     unique = [f"{name} {model.fingerprint[:8]}" for name, model in zip(names, models, strict=True)]
     for longer_names in (folders, unique):

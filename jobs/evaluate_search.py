@@ -95,10 +95,10 @@ def run(config: Config) -> program.Summary:
         models_by_name([open_artifact(model_uri(uri), "ranker") for uri in uris])
         for uris in (config.model, config.second_stage)
     )
-    for _, settings in models.values():
-        settings.require_vectors()
-    for _, settings in stages.values():
-        settings.require_pairs()
+    for _, ranker in models.values():
+        ranker.config.require_vectors()
+    for _, ranker in stages.values():
+        ranker.config.require_pairs()
     collection = retrieval.read_beir(config.data, config.split).first(config.max_queries)
 
     from pipeline import Ranker, tracking

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 from jobs import cluster, program, workflow
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
+from pipeline.engine import executors
 from pipeline.evaluation.none_candidate import LeastScore
 from pipeline.pools import versions
 from pipeline.storage import fingerprints
@@ -27,8 +30,15 @@ from pipeline.storage import fingerprints
 _JOBS = Path(__file__).parent
 _PAYS_FROM = 2.0
 """Questions for an answer: pipeline/OWN_DATA.md has the measurements."""
+_UNTRAINED = "untrained "
+"""What the row of the encoder begins with in jobs.evaluate's table of a ranker that was trained from it."""
+_UNSEEN = "valid"
+"""The split whose questions are kept out of training. Without training those of train/ are asked: they are
+more, and all are new to the encoder."""
 _SERVING = ("pool", "serve")
-"""The steps after the evaluations."""
+"""The steps after the evaluation."""
+_LARGE_BYTES = 5_000_000
+"""From here on, some 20,000 rows, embedding by a process for each core saves more than Ray's starts cost."""
 _FEWEST_ROWS = 100
 """Fewer give training nothing to learn from, and its evaluation a handful of questions."""
 _TAG = re.compile(r"</?(?:p|br|div|span|a|b|i|strong|em|ul|ol|li|h\d|table|td|img)\b[^<>]*>", re.I)
@@ -38,8 +48,9 @@ _TAG = re.compile(r"</?(?:p|br|div|span|a|b|i|strong|em|ul|ol|li|h\d|table|td|im
 class Config:
     """Makes a service with a playground of a table of questions and answers.
 
-    It runs the steps of jobs/workflows/faq.yaml until Ctrl-C, and each prints the command that does it
-    alone. The same command again resumes.
+    It runs the steps of jobs/workflows/faq.yaml until Ctrl-C, and prints for each the command that does it
+    alone. The same command again resumes. When the table has changed, the same command embeds it, and
+    trains nothing.
     """
 
     POSITIONAL = "table"
@@ -62,8 +73,13 @@ class Config:
     """The table's encoding, such as cp1252."""
     delimiter: str = ""
     """Delimiter between the table's fields, such as ";"; empty: a comma, in TSV a tab."""
+    redact: bool = False
+    """Replace e-mail addresses and phone numbers by tags, in questions and in answers."""
     dry_run: bool = False
     """Check all commands and print them."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
 
 
 def run(config: Config) -> program.Summary:
@@ -71,8 +87,8 @@ def run(config: Config) -> program.Summary:
     with _options_of_this_job():
         table = _table_format(config, files)
         trains, reason = _decide(config, files, table)
-    print(f"questions are the column {table.context_column!r}, answers {table.response_column!r}; "
-          "--question and --answer name others", flush=True)  # fmt: skip
+    print(f"questions: column {table.context_column!r}; answers: column {table.response_column!r} "
+          "(--question and --answer choose others)", flush=True)  # fmt: skip
     print(reason, flush=True)
     variables: dict[str, object] = {
         "table": config.table,
@@ -82,67 +98,92 @@ def run(config: Config) -> program.Summary:
         "recipe": _JOBS / "configs" / "finetune" / "pairs.yaml",
         "work": config.work,
         "port": config.port,
-        "model": "ranker" if trains else "untrained",
     }
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
-    # A trained model has seen the questions of train/; to the others all are new.
     settings += ["asked=" + ("--known-contexts true" if trains else "--split train")]
-    settings += [f"{group}_format={_format_options(config, group)}" for group in ("pairs", "embed")]
-    training = () if trains else ("ranker", "evaluate")
-    commands = workflow.Config(
+    settings += [f"{group}_options={_job_options(config, group)}" for group in ("pairs", "embed")]
+    steps = workflow.Config(
         file=str(_JOBS / "workflows" / "faq.yaml"),
         set=tuple(setting.replace("$", "$$") for setting in settings),
-        skip=training,
         dry_run=config.dry_run,
     )
-    _require_same_table(config, files, table, commands)
-    cluster.require_free("127.0.0.1", config.port)
-    if config.dry_run:
-        return workflow.run(commands)
-    measured = workflow.run(replace(commands, skip=(*training, *_SERVING)))["steps"]
-    model, comparison = _best_model([step for step in measured if step["job"] == "evaluate"])
-    print(f"\n{comparison}", flush=True)
-    served = (*commands.set, f"model={model}")
-    return workflow.run(replace(commands, set=served, start_at=_SERVING[0]))
+    # Each step as a process would import torch anew, and most would start a Ray.
+    is_small = sum(map(storage.size_of, files)) < _LARGE_BYTES and "RAY_ADDRESS" not in os.environ
+    with executors.in_this_process() if is_small and not config.dry_run else nullcontext():
+        if _has_changed(config, files, table):
+            return _embed_changed(config, steps)
+        cluster.require_free("127.0.0.1", config.port)
+        model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
+        if config.dry_run:
+            return workflow.run(_steps_of(steps, model))
+        evaluation = _evaluate(config.work, steps, model, split)
+        best, comparison = _best_model(evaluation)
+        if best != model:
+            evaluation = _evaluate(config.work, steps, best, split)
+        print(f"\n{comparison}{_least_score_hint(evaluation)}", flush=True)
+        return workflow.run(replace(_steps_of(steps, best), start_at=_SERVING[0]))
 
 
-def _best_model(evaluations: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """(the model to serve, a line that compares the models by the questions that they were asked)
+def _steps_of(steps: workflow.Config, model: str) -> workflow.Config:
+    """The steps that make this model and serve it."""
+    (other,) = {"ranker", "untrained"} - {model}
+    return replace(steps, set=(*steps.set, f"model={model}"), skip=(other,))
 
-    `evaluations`: what jobs.evaluate says of the untrained model, and of the trained one if there is one.
+
+def _evaluate(work: str, steps: workflow.Config, model: str, split: str) -> dict[str, Any]:
+    """Makes a model and evaluates it, unless that is done. Returns what jobs.evaluate writes."""
+    steps, uri = _steps_of(steps, model), storage.join(work, model)
+    workflow.run(replace(steps, skip=(*steps.skip, "evaluate", *_SERVING)))
+    file = f"{uri}-evaluation.json"
+    done = json.loads(storage.read_bytes(file)) if storage.exists(file) else {"models": {}}
+    is_of_model = [*done["models"].values()] == [open_artifact(uri, "ranker").fingerprint]
+    if not is_of_model or done["split"] != split:
+        workflow.run(replace(steps, start_at="evaluate", skip=(*steps.skip, *_SERVING)))
+        done = json.loads(storage.read_bytes(file))
+    evaluation: dict[str, Any] = done
+    return evaluation
+
+
+def _best_model(evaluation: dict[str, Any]) -> tuple[str, str]:
+    """(the model to serve, lines that compare the models by the questions that they were asked)
+
+    `evaluation`: of a trained model it has a row for the encoder without training, too.
     """
-    asked = evaluations[0]["examples"]
-    names = ("untrained", "ranker")
+    asked, trains = evaluation["examples"], evaluation["split"] == _UNSEEN
+    *baselines, (_, own_row) = evaluation["table"].items()
+    rows = {"trained" if trains else "untrained": own_row}
+    if encoder_rows := [row for name, row in baselines if name.startswith(_UNTRAINED)]:
+        rows = {"untrained": encoder_rows[0], **rows}
     right, among_three = (
-        {name: _recall(said["table"], k) for name, said in zip(names, evaluations, strict=False)}
-        for k in (1, 3)
+        {name: round(_recall(row, k) * asked) for name, row in rows.items()} for k in (1, 3)
     )
     # The trained one was the better one on all tables with two or more questions for an answer, so it is
     # served unless it is clearly worse here: by more than chance makes of so few questions.
-    lead = (right["untrained"] - right.get("ranker", 0.0)) * asked
-    best = "untrained" if "ranker" not in right or lead > math.sqrt(asked) / 2 else "ranker"
-    called = {"untrained": "untrained", "ranker": "trained"}
-    counts = ", ".join(
-        f"{called[name]} {share * asked:.0f} ({among_three[name] * asked:.0f} among the first three)"
-        for name, share in right.items()
+    lead = right.get("untrained", 0) - right.get("trained", 0)
+    best = "untrained" if not trains or lead > math.sqrt(asked) / 2 else "trained"
+    which = (
+        "that no model has seen" if trains else "of the table, by the texts of the answers alone"
     )
-    hint = ""
-    if len(right) > 1:
-        scores = dict(zip(names, evaluations, strict=True))[best]["least_scores"]
-        hint = "".join(f" {str(LeastScore(**score)).capitalize()}." for score in scores.values())
-    else:  # the questions of train/ are asked, which the pool will know; its scores are others, too
-        counts += " by the texts of answers alone; the pool will know their questions, too"
-    other = "; --train false serves the other" if best == "ranker" else ""
-    return best, (
-        f"right first, of {asked} questions of the table, among all answers: {counts}. Users who choose "
-        f"other words get fewer. Serves the {called[best]} one{other}.{hint}"
-    )
+    lines = [f"the right answer first, among all answers, for {asked} questions {which}:"]
+    lines += [f"   {n:<9} {right[n]:4}, among the first three {among_three[n]}" for n in rows]
+    other = " (--train false: the other one)" if best == "trained" else ""
+    said = "users who choose other words than the table get fewer right answers"
+    if not trains:  # the questions of train/ are asked, which the pool will know
+        said = "the pool will know the questions, too"
+    lines.append(f"serves the {best} one{other}; {said}")
+    return "ranker" if best == "trained" else best, "\n".join(lines)
 
 
-def _recall(table: dict[str, dict[str, float]], k: int) -> float:
-    """R@k of the model, which is the last row; 1 for a k with which it is left out, as it is always 1."""
-    *_, metrics = table.values()
-    return next((value for name, value in metrics.items() if name.startswith(f"R@{k}/")), 1.0)
+def _least_score_hint(evaluation: dict[str, Any]) -> str:
+    """A line that says which scores are too low to show; "" where the pool will know the questions that were
+    asked: its scores are others."""
+    scores = evaluation["least_scores"].values() if evaluation["split"] == _UNSEEN else ()
+    return "".join(f"\n{LeastScore(**score)}" for score in scores)
+
+
+def _recall(row: dict[str, float], k: int) -> float:
+    """R@k; 1 for a k with which it is left out, as it is always 1."""
+    return next((value for name, value in row.items() if name.startswith(f"R@{k}/")), 1.0)
 
 
 def _table_format(config: Config, files: list[str]) -> pairs.Options:
@@ -215,14 +256,15 @@ def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
         raise BadInput(f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}")
 
 
-def _format_options(config: Config, group: str) -> str:
-    """The options of a job that reads the table, as one variable of the workflow."""
+def _job_options(config: Config, group: str) -> str:
+    """More options of a job that reads the table, as one variable of the workflow."""
     plain = tables.TableFormat()
-    return " ".join(
+    words = [
         f"--{group}.{name} {shlex.quote(getattr(config, name))}"
         for name in ("encoding", "delimiter")
         if getattr(config, name) != getattr(plain, name)
-    )
+    ]
+    return " ".join([*words, "--redact true"] if config.redact else words)
 
 
 def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[bool, str]:
@@ -240,15 +282,17 @@ def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[boo
     _say_unread_rows(config.table, report)
     answers = set[str]().union(*answers_of_questions.values())
     if len(answers) < 2:
-        raise BadInput(f"{config.table}: has {len(answers)} different answers; allowed: 2 or more")
+        raise BadInput(f"{config.table}: different answers: {len(answers)}; allowed: 2 or more")
     several = [question for question, found in answers_of_questions.items() if len(found) > 1]
     if empty:
-        print(f"{empty:,} rows lack a question or an answer and are left out", flush=True)
+        print(f"rows without a question or an answer, left out: {empty:,}", flush=True)
     if several:
         shown = f"such as {several[0]!r}"
-        print(f"{len(several):,} questions have several answers, {shown}; all are kept", flush=True)
+        print(
+            f"questions with several answers, {shown}: {len(several):,}; all are kept", flush=True
+        )
     if tags := [tag[0] for answer in answers if (tag := _TAG.search(answer))]:
-        found = f"{len(tags):,} answers contain HTML, such as {min(tags)}"
+        found = f"answers with HTML, such as {min(tags)}: {len(tags):,}"
         print(f"{found}; it is embedded and shown as it is", flush=True)
     share = rows / max(len(answers), 1)
     pays = rows >= _FEWEST_ROWS and share >= _PAYS_FROM
@@ -271,29 +315,42 @@ def _say_unread_rows(table: str, report: ParseReport) -> None:
     lines = f"lines {numbers}" + (" and others" if unread > 3 else "")
     reasons = program.counts_in_words(report.malformed.counts)
     found = f"{reasons} ({lines}; quote a text that holds the delimiter)"
+    count = f"rows that cannot be read: {unread:,} of {report.records:,}"
     if unread > report.records * raw.Reading().max_malformed_share:
-        raise BadInput(f"{table}: {unread:,} of {report.records:,} rows cannot be read: {found}")
-    print(f"{unread:,} rows cannot be read and are left out: {found}", flush=True)
+        raise BadInput(f"{table}: {count}: {found}")
+    print(f"{count}, left out: {found}", flush=True)
 
 
-def _require_same_table(
-    config: Config, files: list[str], table: pairs.Options, commands: workflow.Config
-) -> None:
-    """Raises BadInput where the work folder is of another table, or of this one before it was changed."""
+def _has_changed(config: Config, files: list[str], table: pairs.Options) -> bool:
+    """Whether the table has changed since the corpus was made. Raises BadInput for another table."""
     corpus = storage.join(config.work, "corpus")
     if not storage.exists(storage.join(corpus, MANIFEST)):
-        return
-    made_from = open_artifact(corpus, "corpus").manifest["inputs"]["input"]["fingerprint"]
+        return False
+    made_from = open_artifact(corpus, "corpus").manifest["inputs"]["input"]
     input_names = pairs.input_names(files, table)
-    if fingerprints.raw_fingerprint(files, input_name=input_names) == made_from:
-        return
-    settings = (*commands.set, f"model={_served_model(config.work)}")
-    steps = workflow.read_steps(commands.file, settings)
-    (pool,) = (step for step in steps if step.name == "pool")
-    raise BadInput(
-        f"{config.table}: not as it was when {corpus} was made. To embed its new answers without training: "
-        f"{shlex.join(pool.command)} (a running service follows). To begin anew: --work {config.work}-2"
-    )
+    if fingerprints.raw_fingerprint(files, input_name=input_names) == made_from["fingerprint"]:
+        return False
+    if made_from["uri"] != config.table:
+        raise BadInput(f"--work {config.work}: holds what was made of {made_from['uri']}; allowed: a folder "
+                       f"of its own for {config.table}, such as --work {config.work}-2")  # fmt: skip
+    return True
+
+
+def _embed_changed(config: Config, steps: workflow.Config) -> program.Summary:
+    """Embeds a changed table without training, and serves it unless a service runs, which follows."""
+    model, anew = _served_model(config.work), f"to train anew: --work {config.work}-2"
+    changed = f"{config.table} has changed since {storage.join(config.work, 'corpus')} was made"
+    if not storage.exists(storage.join(config.work, model, MANIFEST)):
+        raise BadInput(f"{changed}, and there is no model yet; {anew}")
+    if config.train is not None:
+        raise BadInput(f"--train {str(config.train).lower()}: {changed}; {anew}")
+    print(f"{changed}: {config.work}/{model} embeds it, without training; {anew}", flush=True)
+    steps = replace(_steps_of(steps, model), start_at=_SERVING[0])
+    if config.dry_run or not cluster.is_open("127.0.0.1", config.port):
+        return workflow.run(steps)
+    done = workflow.run(replace(steps, skip=(*steps.skip, "serve")))
+    print(f"a service of this folder at port {config.port} follows within seconds", flush=True)
+    return done
 
 
 def _served_model(work: str) -> str:

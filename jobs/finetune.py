@@ -97,10 +97,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     guide: Source | None = None
     if config.guide:
         guide, inputs["guide"] = open_text_encoder(config.guide, "--guide")
-    config = replace(config, ranker=_sized_as_encoder(config, encoder))
-    config = replace(config, ranker=_with_prompts(config, source, encoder))
-    config = replace(config, finetune=_with_epochs(config.finetune, corpus))
-    _say_what_is_left_out(config.ranker, source, encoder)
+    config = _completed(config, corpus, source, encoder)
     earlier: Artifact | None = None
     if config.continue_from:
         inputs["continue_from"] = earlier = _open_earlier(config, inputs)
@@ -114,21 +111,16 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop, guide)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
-    steps_done = earlier.counts["steps"] if earlier else 0
     if earlier:
-        _require_more_steps(config, task.steps, steps_done)
+        _require_more_steps(config, task.steps, earlier.counts["steps"])
     validation_steps(task, config.loop)
     if config.dry_run:
         from pipeline.training.estimate import estimate_finetuning
 
+        steps_done = earlier.counts["steps"] if earlier else 0
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
-    # Empty they are no part of the identity, so that rankers of earlier versions are still known.
-    unused = [] if earlier else ["continue_from"]
-    unused += [] if guide else ["guide", "finetune.guide"]
-    if not config.finetune.lora_rank:
-        unused += ["finetune.lora_rank", "finetune.lora_alpha"]
-    out = draft(config.output, "ranker", config, inputs, unused)
+    out = draft(config.output, "ranker", config, inputs, _unused(config))
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.artifact_summary(out, already_there=True)
@@ -142,21 +134,22 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         trained = launch.fit(
             recipe, task.steps, config.resources, out, tracked, label, watch, earlier
         )
-        metrics = trained.metrics
-        counts = {"steps": int(metrics["step"]), "parameters": task.parameters}
+        counts = {"steps": int(trained.metrics["step"]), "parameters": task.parameters}
         state = trained.checkpoint if config.keep_training_state else ""
         files = launch.collect_model(out, state)
         ranker = out.publish(
-            files, counts, run_id=tracked.run_id, metrics=metrics, precision=trained.precision,
-            held_out=recipe.unseen(),
+            files, counts, run_id=tracked.run_id, metrics=trained.metrics,
+            precision=trained.precision, held_out=recipe.unseen(),
         )  # fmt: skip
         tracking.finish(tracked, ranker, delivered=trained.delivered)
     _register(config, ranker)
-    details = {"metrics": metrics, "validation": {"asked": question_count, "left_out": left_out}}
-    return program.artifact_summary(ranker, already_there=False, **details)
+    validation = {"asked": question_count, "left_out": left_out}
+    return program.artifact_summary(
+        ranker, already_there=False, metrics=trained.metrics, validation=validation
+    )
 
 
-def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
+def _require_encoder(config: Config, reference: Reference) -> None:
     """Raises BadInput for a tokenizer alone, unless the architecture starts from one, and for a ranker with
     two encoders where the new one has one: neither of them has read contexts and candidates."""
     if reference.get("kind") == "tokenizer" and not config.ranker.starts_from_tokenizer:
@@ -172,14 +165,17 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
                        "/context_encoder, which has read no candidates")  # fmt: skip
 
 
-def _sized_as_encoder(config: Config, reference: Mapping[str, Any]) -> RankerConfig:
-    """The ranker's settings; of a ConveRT model that is trained further with its sizes."""
-    if reference.get("kind") != "ranker":
-        return config.ranker
-    return config.ranker.sized_as(read_settings(config.encoder))
+def _completed(config: Config, corpus: Artifact, source: Source, reference: Reference) -> Config:
+    """The settings, with those that follow from the encoder and the corpus where none are set."""
+    if reference.get("kind") == "ranker":  # a ConveRT model that is trained further has its sizes
+        config = replace(config, ranker=config.ranker.sized_as(read_settings(config.encoder)))
+    config = replace(config, ranker=_with_prompts(config, source, reference))
+    config = replace(config, finetune=_with_epochs(config.finetune, corpus))
+    _say_what_is_left_out(config.ranker, source, reference)
+    return config
 
 
-def _with_prompts(config: Config, source: Source, reference: Mapping[str, Any]) -> RankerConfig:
+def _with_prompts(config: Config, source: Source, reference: Reference) -> RankerConfig:
     """The ranker's settings, with the prompts of the encoder where none are set."""
     ranker = config.ranker
     if not isinstance(ranker, OnEncoderConfig) or ranker.context_prompt or ranker.candidate_prompt:
@@ -247,6 +243,17 @@ def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
     value = getattr(config.finetune, name)
     require(steps > steps_done, f"finetune.{name}", value,
             f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip
+
+
+def _unused(config: Config) -> list[str]:
+    """Settings without effect. They are no part of the identity, so that rankers of earlier versions are
+    still known."""
+    unused = [] if config.continue_from else ["continue_from"]
+    if not config.guide:
+        unused += ["guide", "finetune.guide"]
+    if not config.finetune.lora_rank:
+        unused += ["finetune.lora_rank", "finetune.lora_alpha"]
+    return unused
 
 
 def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:

@@ -23,13 +23,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput, Stopped, Terminated, parse
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped, parse
 from pipeline.processor import bound_kind
-from pipeline.storage.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
+from pipeline.storage.failures import cause_of, storage_failure, store_failure, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -55,14 +55,6 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     """Runs a job from the command line and exits."""
     _leave_folder_of_ray()
     program = command_of_verb.format(name)
-
-    def fail(error: BadInput | Stopped, code: int) -> NoReturn:
-        text = " ".join(str(error).split())
-        say(f"{program}: {text}", sys.stderr)
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            _print_summary({"job": name, "exit_code": code, "error": text})
-        sys.exit(code)
-
     try:
         config = parse(config_class, sys.argv[1:], program)
         bound_kind()  # a wrong one is refused before anything starts
@@ -70,33 +62,23 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             if option.metadata.get("file") and (uri := getattr(config, option.name)):
                 storage.require_file(option.name, uri)
         summary = run(config)
-    except BadInput as error:
-        fail(error, 2)
-    except Stopped as error:
-        fail(error, SIGTERM if isinstance(error, Terminated) else 1)
-    except KeyboardInterrupt:
-        fail(Stopped("interrupted; the same command resumes"), 130)
     except SystemExit as end:
         if end.code:  # 0: --help
             reason = "terminated; the same command resumes" if end.code == SIGTERM else ""
             _print_summary({"job": name, "exit_code": end.code, "error": reason})
         raise
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             sys.exit(SIGPIPE)
-        if refusal := cause_of(error, BadInput):
-            fail(refusal, 2)
-        if stopped := cause_of(error, Stopped):
-            fail(stopped, 1)
-        if store_reason := store_refusal(error):
-            fail(BadInput(store_reason), 2)
-        if unreachable := store_out_of_reach(error):
-            message = f"the object store cannot be reached: {unreachable}"
-            fail(Stopped(f"{message}; the same command resumes when it can"), 1)
-        if failure := storage_failure(error):
-            fail(Stopped(f"{failure}; the same command resumes when it can write"), 1)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        _print_summary({"job": name, "exit_code": 1, "error": text})
+        explained = _explain(error)
+        code, text = explained or (1, f"{type(error).__name__}: {error}")
+        text = " ".join(text.split())
+        if explained:
+            say(f"{program}: {text}", sys.stderr)
+        if not (explained and sys.stdout.isatty() and sys.stderr.isatty()):
+            _print_summary({"job": name, "exit_code": code, "error": text})
+        if explained:
+            sys.exit(code)
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         say(f"runs and curves: mlflow ui --backend-store-uri {store}", sys.stderr)
@@ -104,11 +86,36 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         sys.exit(SIGPIPE)
 
 
-def said_by_job(output: str, name: str, code: int) -> bool:
-    """Whether a job says in its output that it ends with this exit code; else its process died."""
+def _explain(error: BaseException) -> tuple[int, str] | None:
+    """(exit code, what the user should know) of a failure; None: nobody has foreseen it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted; the same command resumes"
+    if not isinstance(error, BadInput | Stopped):  # of a task, or a worker
+        error = cause_of(error, BadInput) or cause_of(error, Stopped) or error
+    if isinstance(error, BadInput):
+        return 2, str(error)
+    if isinstance(error, Stopped):
+        return error.exit_code, str(error)
+    if refusal := store_refusal(error):
+        return 2, refusal
+    if problem := store_failure(error):
+        return 1, f"{problem}; the same command resumes when it can"
+    if failure := storage_failure(error):
+        return 1, f"{failure}; the same command resumes when it can write"
+    return None
+
+
+def summary_of(output: str, name: str) -> Summary:
+    """The summary in a job's output; empty where there is none, as the job's process died."""
     # A bar without a line end may stand before the summary where both streams go into one file.
     summaries = re.findall(rf'\{{"job": "{name}".*\}}$', output, re.MULTILINE)
-    return bool(summaries) and summary_in(summaries[-1]).get("exit_code", 0) == code
+    return summary_in(summaries[-1]) if summaries else {}
+
+
+def said_by_job(output: str, name: str, code: int) -> bool:
+    """Whether a job says in its output that it ends with this exit code; else its process died."""
+    summary = summary_of(output, name)
+    return bool(summary) and summary.get("exit_code", 0) == code
 
 
 def summary_in(line: str) -> Summary:

@@ -104,9 +104,10 @@ def _lock_pool(config: Config) -> Iterator[Lock | None]:
     if not config.pools:
         yield None
         return
-    if not versions.current_name(config.pools, config.name):  # a lock would make the folder
-        raise BadInput(f"pool {config.name}: {config.pools} has no such pool, or no CURRENT "
-                       "version")  # fmt: skip
+    is_there = storage.exists(storage.join(config.pools, config.name))
+    if not (is_there and versions.newest_versions(config.pools, config.name)):
+        # A lock would make the folder.
+        raise BadInput(f"pool {config.name}: {config.pools} has no such pool, or no version of it")
     if config.dry_run or config.rollback or _only_pins(config):
         yield None
         return
@@ -199,7 +200,7 @@ def _pool_version(config: Config) -> str:
     current = versions.current_name(config.pools, config.name)
     if config.rollback or config.version == "previous":
         return promotion.version_before(config.pools, config.name)
-    if not config.version and not (config.pin or config.unpin):
+    if not config.version and not (current and (config.pin or config.unpin)):
         by_age = promotion.versions_by_age(config.pools, config.name)
         names = ", ".join(f"{name} (CURRENT)" if name == current else name for name in by_age)
         raise BadInput("version: '' is not allowed; allowed: --rollback, or one of the pool's versions, "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -88,16 +90,14 @@ def run(config: Config) -> program.Summary:
     if cross_model:
         cross = rerank.load_cross_encoder(cross_model)
         inference.prepare(cross, torch.device(config.device), config.precision)
-    row_mask = _row_mask(config, pool)
+    options = (attention, config.method, _row_mask(config, pool), config.certify)
     count = config.cross_candidates if cross else config.top_k
+    milliseconds: dict[str, float] = {}
     for _ in range(2):  # the first maps pages and allocates; the second is what a service takes
-        clock = [time.perf_counter()]
-        vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
-        clock.append(time.perf_counter())
-        hits = top_rows(
-            pool, vectors_1MD, count, mask_1M, attention, config.method, row_mask, config.certify
-        )
-        clock.append(time.perf_counter())
+        with _timed("encode", milliseconds):
+            vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
+        with _timed("search", milliseconds):
+            hits = top_rows(pool, vectors_1MD, count, mask_1M, *options)
     results = []
     for place, score in zip(hits.places[0].tolist(), hits.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
@@ -112,19 +112,15 @@ def run(config: Config) -> program.Summary:
             }
         )
     if cross:
-        clock.append(time.perf_counter())
         texts = [result["text"] for result in results]
         search_scores = [result["score"] for result in results] if config.together else None
-        order = rerank.rerank(cross, config.context, texts, search_scores)
-        clock.append(time.perf_counter())
+        with _timed("cross", milliseconds):
+            order = rerank.rerank(cross, config.context, texts, search_scores)
         results = [{**results[entry.place], "cross_score": entry.score} for entry in order]
     results = results[: config.top_k]
     certified = bool(hits.certified[0])
     searched_on = "cpu" if pool.on_device is None else config.device
     on_device = "" if pool.on_device is None else f"on {config.device}, "
-    milliseconds = {"encode": _milliseconds(clock, 0), "search": _milliseconds(clock, 1)}
-    if cross:
-        milliseconds["cross"] = _milliseconds(clock, 3)
     for result in results:
         print(_line(result))
     print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates, "
@@ -167,8 +163,11 @@ def _heaviest(weights_M: Floats) -> dict[str, float]:
     return {number: round(share, 3) for number, share in shares.items() if share > 0}
 
 
-def _milliseconds(clock: list[float], step: int) -> float:
-    return round((clock[step + 1] - clock[step]) * 1e3, 2)
+@contextmanager
+def _timed(step: str, milliseconds: dict[str, float]) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    milliseconds[step] = round((time.perf_counter() - began) * 1e3, 2)
 
 
 def _line(result: dict[str, Any]) -> str:

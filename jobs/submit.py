@@ -37,7 +37,8 @@ _STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _ADDRESSES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", *_STORES, "HF_ENDPOINT")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3
-_START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first seconds
+# Of a head whose agent starts; that took over a minute on two busy cores.
+_START_S, _NO_AGENT = 300.0, "No available agent"
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
 _QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
@@ -47,8 +48,9 @@ _QUIET_S = 300.0  # without output a connection may be dead, which no network ha
 class Config:
     """Sends a job to a Ray cluster, and prints its output with --wait.
 
-    The job and its options stand after `--`. Its id is a key: a second job with the id of one that runs
-    or has succeeded is refused, and one with the id of a job that failed resumes it.
+    The job and its options stand after `--`. Its id is a key, so that a scheduler may try again: the same
+    command with the id of a job that runs follows that job, with the id of one that has succeeded it does
+    nothing, and with the id of one that failed it resumes it.
     """
 
     AFTER_DASHES = "command"
@@ -100,6 +102,8 @@ class _End:
     """The exit code of its process; None: it had none, such as a job that was stopped."""
     said: bool
     """Whether the job itself said that it ends with this code."""
+    error: str
+    """What the job, or else Ray, said last about its failure."""
 
     @property
     def has_died(self) -> bool:
@@ -122,19 +126,29 @@ def run(config: Config) -> program.Summary:
             print(folder if folder in parcel.files else f"{folder}/: {count} files")
         return {**summary, "submitted": False}
     client = _connect(config.address)
+    summary["submitted"], failure = False, ""
     for start in range(1, _MAX_STARTS + 1):
-        summary["name"] = job_id = _submit(client, name, parcel)
-        if not config.wait:
-            return {**summary, "submitted": True}
+        job_id, status = _find(client, name, parcel.entrypoint)
+        summary["name"] = job_id
+        if status:
+            _say(f"{job_id} is {status}; another --name sends it again")
+        else:
+            _submit(client, job_id, parcel)
+            summary["submitted"] = True
+        if status == "SUCCEEDED" or not config.wait:
+            return {**summary, **({"status": status} if status else {})}
         end = _follow(client, job_id, config.command[0])
         if end.status == "SUCCEEDED":
-            return {**summary, "submitted": True, "status": end.status}
-        command = program.command_of_verb.format("submit")
-        died = f", its process died (exit code {end.code}, start {start} of {_MAX_STARTS})"
-        _say(f"{command}: {job_id}: {end.status}{died if end.has_died else ''}")
+            return {**summary, "status": end.status}
         if not end.has_died:
-            sys.exit(end.code or 1)
-    sys.exit(1)
+            stopped = Stopped(": ".join(filter(None, [job_id, end.status, end.error])))
+            stopped.exit_code = end.code or 1
+            raise stopped
+        died = f"its process died (exit code {end.code}, start {start} of {_MAX_STARTS})"
+        failure = f"{job_id}: {end.status}, {died}"
+        if start < _MAX_STARTS:
+            _say(f"{program.command_of_verb.format('submit')}: {failure}")
+    raise Stopped(failure)
 
 
 def _pack(config: Config) -> _Parcel:
@@ -253,7 +267,7 @@ def _stays_here(name: str, value: str) -> str:
 
 
 def _connect(address: str) -> Any:
-    """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
+    """Raises Stopped where no cluster answers; BadInput where it refuses the token or runs another Ray."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
 
     cluster_version, client = dashboard.connect(
@@ -273,23 +287,33 @@ def _job_client(url: str) -> Any:
     return JobSubmissionClient(url)
 
 
-def _submit(client: Any, name: str, parcel: _Parcel) -> str:
-    """Returns the id: the name, or name-2, name-3, … where the ones before have failed."""
-    status_of_job = {str(job.submission_id): str(job.status.value) for job in client.list_jobs()}
+def _find(client: Any, name: str, entrypoint: str) -> tuple[str, str]:
+    """(the job's id, its status; "": it is not sent yet): the name, or name-2, name-3, … where the ones
+    before have failed. Raises BadInput where another command has the id."""
+    job_of_id = {str(job.submission_id): job for job in client.list_jobs()}
     job_id, number = name, 1
-    while (status := status_of_job.get(job_id)) is not None:
-        if status in _ACTIVE or status == "SUCCEEDED":
-            raise BadInput(f"--name {name}: {job_id} is {status}; choose another name")
+    while job := job_of_id.get(job_id):
+        status = str(job.status.value)
+        if status in (*_ACTIVE, "SUCCEEDED"):
+            if job.entrypoint != entrypoint:
+                raise BadInput(f"--name {name}: {job_id} is {status}, and is `{job.entrypoint}`; choose "
+                               "another name")  # fmt: skip
+            return job_id, status
         number += 1
         job_id = f"{name}-{number}"
     if number > 1:
         _say(f"{job_id} resumes {name}")
+    return job_id, ""
+
+
+def _submit(client: Any, job_id: str, parcel: _Parcel) -> None:
+    """Raises Stopped where the cluster does not take the job, which may pass; BadInput for a wrong one."""
     with tempfile.TemporaryDirectory() as folder:
         for path, file in parcel.files.items():
             target = Path(folder) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-        deadline = time.monotonic() + _START_S
+        began, is_said = time.monotonic(), False
         while True:
             try:
                 client.submit_job(
@@ -299,12 +323,16 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
                     metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
                 )
                 break
-            except (OSError, RuntimeError, ValueError) as error:
-                if _NO_AGENT not in str(error) or time.monotonic() > deadline:
-                    raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
+            except ValueError as error:
+                raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
+            except dashboard.LOST as error:
+                if _NO_AGENT not in str(error) or time.monotonic() > began + _START_S:
+                    raise Stopped(f"--name {job_id}: not taken ({first_line(error)})") from None
+            if not is_said:
+                _say("waits for the head's agent, which takes jobs")
+                is_said = True
             time.sleep(1)
     _say(f"{job_id} is submitted")
-    return job_id
 
 
 def _say(line: str) -> None:
@@ -323,11 +351,11 @@ def _follow(client: Any, name: str, verb: str) -> _End:
     except KeyboardInterrupt:
         _say(f"\n{name} goes on; `ray job stop {name}` ends it")
         sys.exit(130)
-    if info.status.value == "FAILED" and info.driver_exit_code is None:
-        _say(info.message)
     code = info.driver_exit_code
     said = code is not None and program.said_by_job(output, verb, code)
-    return _End(str(info.status.value), code, said)
+    is_of_ray = info.status.value == "FAILED" and code is None  # such as of a head without memory
+    error = info.message if is_of_ray else program.summary_of(output, verb).get("error", "")
+    return _End(str(info.status.value), code, said, error)
 
 
 def _wait(client: Any, name: str, log: _Log) -> tuple[Any, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ import yaml
 from jobs import program
 from jobs.__main__ import VERBS
 from pipeline.config import BadInput, Stopped, parse, require
+from pipeline.engine import executors
 
 _ROOT = Path(__file__).parents[1]
 _JOBS = ("python", "-m")
@@ -197,8 +199,16 @@ def _check_environment(step: Step) -> None:
 
 
 def _run_step(step: Step) -> dict[str, Any]:
-    """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails."""
+    """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails.
+
+    A job whose tasks run in this process (`executors.in_this_process`) runs there itself.
+    """
     began = time.monotonic()
+    if step.verb and executors.current():
+        job = importlib.import_module(f"jobs.{step.verb}")
+        summary = {"job": step.verb, **job.run(step.config())}
+        _pass_on(json.dumps(summary, ensure_ascii=False) + "\n")
+        return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **summary}
     for start in range(1, _MAX_STARTS + 1):
         code, last_line = _run_command(step.command)
         said = not step.verb or program.said_by_job(last_line, step.verb, code)
@@ -207,7 +217,9 @@ def _run_step(step: Step) -> dict[str, Any]:
         died = f"its process died (exit code {code}, start {start} of {_MAX_STARTS})"
         print(f"step {step.name}: {died}", file=sys.stderr, flush=True)
     if code:
-        message = f"step {step.name} failed (exit code {code}); the same command continues there"
+        cause = program.summary_in(last_line).get("error", "")
+        failed = f"step {step.name} failed (exit code {code}){': ' if cause else ''}{cause}"
+        message = f"{failed}; the same command continues there"
         raise BadInput(message) if code == 2 and said and step.verb else Stopped(message)
     seconds = round(time.monotonic() - began, 1)
     return {"step": step.name, "seconds": seconds, **program.summary_in(last_line)}

@@ -44,11 +44,15 @@ class BadInput(Exception):
 
 
 class Stopped(Exception):
-    """The job has stopped for a reason that it foresees; the message is one clear line (exit code 1)."""
+    """The job has stopped for a reason that it foresees; the message is one clear line."""
+
+    exit_code = 1
 
 
 class Terminated(Stopped):
-    """SIGTERM has ended the job, which has saved its work before (exit code 143)."""
+    """SIGTERM has ended the job, which has saved its work before."""
+
+    exit_code = 128 + 15
 
 
 MAX_WAIT_VARIABLE = "POLYRANK_MAX_WAIT_MINUTES"

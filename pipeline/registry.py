@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from pipeline import storage
 from pipeline.artifact import Artifact
@@ -31,8 +32,10 @@ _CAUSES = re.compile(
     r"|too many \d+ error responses|error code \d+ != 200.*|connection to server .*"
     r"|\[SSL: \w+\] [^('\"]*[^('\" ]|Connection reset by peer|Remote end closed connection"
     r"|got unsupported URI '[^']*'|The filesystem tracking backend .*? is in maintenance mode"
+    r"|[^:]*return character\(s\) in header value"  # not the value, which is a secret
 )
 _NO_SCHEME = re.compile(r"[\w.-]+:\d+(?:/.*)?")  # localhost:5000
+_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 _HINTS = {
     "Invalid Host header": "name the host of this address in the server's --allowed-hosts",
     "locate revision": "another version of MLflow made this data base",
@@ -40,7 +43,11 @@ _HINTS = {
     "WRONG_VERSION_NUMBER": "the server may speak http in place of https",
     "unsupported URI": "allowed: http://, https://, sqlite:///FILE, postgresql://",
     "filesystem tracking": "name a server, or a data base as sqlite:///FILE",
-    "error code 401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    "error code 401": f"set {_CREDENTIALS}",
+    "UNAUTHENTICATED": f"set {_CREDENTIALS}",
+    "in header value": f"no line ends are allowed in {_CREDENTIALS}",
+    "deleted experiment ''": "the server may not be MLflow's",
+    "deleted experiment": "MLFLOW_EXPERIMENT_NAME names another one",
 }
 
 
@@ -119,9 +126,7 @@ def answers(question: str = "") -> Iterator[None]:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    address = mlflow.get_tracking_uri()
-    # To MLflow 127.0.0.1:5000 is the name of a folder.
-    require(not _NO_SCHEME.fullmatch(address), "MLFLOW_TRACKING_URI", address, f"http://{address}")
+    _require_address(mlflow.get_tracking_uri())
     try:
         yield
     except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
@@ -135,6 +140,19 @@ def answers(question: str = "") -> Iterator[None]:
             place = ""
         where = ": ".join(filter(None, (question, place)))
         raise (BadInput if is_refusal else Stopped)(f"{where}: {reason_of(error)}") from None
+
+
+def _require_address(address: str) -> None:
+    """Raises BadInput for an address that names no server: MLflow would try it, or take it for a folder."""
+    name = "MLFLOW_TRACKING_URI"
+    require(not _NO_SCHEME.fullmatch(address), name, address, f"http://{address}")
+    if re.match(r"\s*https?:", address):
+        try:
+            parts = urlsplit(address)
+            is_address = address == address.strip() and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # no port, or half of an IPv6 address
+            is_address = False
+        require(is_address, name, shown(address), "such as http://host:5000")
 
 
 def reason_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ and seconds: numbers wait until it is back, and the job goes on.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -290,6 +291,17 @@ def _ended(run: Run) -> Iterator[None]:
     finally:
         run.flush()
         _link(run).send(lambda client: client.set_terminated(run.run_id, status))
+
+
+def end_killed(run_ids: Iterable[str]) -> None:
+    """Ends the runs of jobs that were killed and cannot be resumed any more. Ended ones stay as they are."""
+
+    def end(client: mlflow.MlflowClient, run_id: str) -> None:
+        if client.get_run(run_id).info.status == "RUNNING":
+            client.set_terminated(run_id, "KILLED")
+
+    for run_id in run_ids:
+        _link(Run(run_id, server())).send(functools.partial(end, run_id=run_id))
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:

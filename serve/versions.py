@@ -27,7 +27,7 @@ from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import read_settings
-from pipeline.pools.pool import CURRENT, KIND
+from pipeline.pools.pool import CURRENT, KIND, version_in
 
 CHAMPION, CANDIDATE = "versions", "candidate"  # names of the deciders
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
@@ -137,10 +137,8 @@ def _servable_version(
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
         return _require_model(uri, model), ""
-    name = storage.read_bytes(storage.join(uri, CURRENT)).decode(errors="replace").strip()
-    current = storage.join(
-        uri, storage.name_of(name) or CURRENT
-    )  # an empty one is no version either
+    # An empty one is no version either.
+    current = storage.join(uri, version_in(storage.join(uri, CURRENT)) or CURRENT)
     reason = f"{current} was refused"
     if current not in refused:
         try:

@@ -38,6 +38,8 @@ def test_a_service_is_silent_only_if_none_of_its_routes_computes():
     """`answers_total` counts /rank alone."""
     (query,) = (rule["expr"] for rule in RULES if rule["alert"] == "PolyrankServiceIsSilent")
     assert asked(query) == {"polyrank_units_total"}
+    # Without a replica nobody sends the number: the comparison with 0 would have no value, and be no alert.
+    assert query.startswith("(sum(rate(ray_polyrank_units_total[10m])) or vector(0)) == 0 and ")
 
 
 def test_every_alert_says_what_to_do():

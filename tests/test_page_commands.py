@@ -165,8 +165,10 @@ def inputs(
     (folder / "beir" / "faq" / "qrels" / "test.tsv").write_text("1\t2\t1\n")
     (folder / "convai2").mkdir()
     for split in ("train", "valid"):  # both with candidates, as score_candidates needs them
-        source = sample_files / "convai2" / "valid_self_original.sample.txt"
-        shutil.copy(source, folder / "convai2" / f"{split}_self_original.txt")
+        shutil.copy(
+            sample_files / "convai2" / "valid_self_original.sample.txt",
+            folder / "convai2" / f"{split}_self_original.txt",
+        )
     names = ("dialogues", "pairs", "published", "subwords", "intents")
     made = {name: str(folder / name) for name in names}
     rankers = {name: tiny_ranker(name).local() for name in ("bi", "poly", "cross")}
@@ -190,9 +192,8 @@ def inputs(
     for pool, keys, model in (("articles", ("language",), poly), ("answers", (), bi)):
         for count in (18, 19):
             pq.write_table(pa.Table.from_pylist(articles[:count]), earlier)
-            embed = EmbedConfig(filter_columns=keys)
             place = {"candidates": (str(earlier),), "pools": pools, "name": pool}
-            make(embed_pool, model=model, embed=embed, **place)
+            make(embed_pool, model=model, embed=EmbedConfig(filter_columns=keys), **place)
     shutil.copytree(folder / "pools" / "articles", folder / "pools" / "replies")
     dumps, dialogues = sample_files / "reddit_dump", Path(made["dialogues"])
     reddit, encoder = Path(reddit_corpus.uri), rankers["bi"] / "context_encoder"
@@ -213,6 +214,7 @@ def inputs(
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         "my/corpus": Path(made["pairs"]),
+        "my-2/corpus": Path(made["pairs"]),
         "my/ranker": rankers["bi"],
         "lake/dstc7": dialogues,
         "lake/test": dialogues,

@@ -25,6 +25,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from ray._private import ray_constants
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
@@ -316,16 +317,57 @@ def test_the_files_of_what_processes_print_do_not_grow_for_ever(tmp_path):
     assert 0 < int(on_nodes[name]) == int(printed) <= 2**30
 
 
+def pods() -> dict[str, Any]:
+    """The pods of the base's cluster, by group."""
+    spec = spec_of_cluster()
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return {
+        name: group["template"]["spec"]
+        for name, group in (groups | {"head": spec["headGroupSpec"]}).items()
+    }
+
+
+def environment_of(pod: Any) -> dict[str, str]:
+    (container,) = pod["containers"]
+    return {pair["name"]: pair["value"] for pair in container["env"]}
+
+
 def test_pods_start_ray_in_the_same_environment_as_nodes(tmp_path):
     """But for paths, which are those of the image, and the token, which KubeRay mounts."""
     on_nodes = environment_of_ray(CLUSTER, "worker", tmp_path)
     names = re.findall(r"^(\w+)=", (ROOT / "ray.env").read_text(), re.MULTILINE)
     expected = {name: on_nodes[name] for name in names if name != "RAY_AUTH_MODE"}
     expected |= {"POLYRANK_CACHE": "/scratch/cache"}
+    of_pods = {"POLYRANK_CACHE_GIB", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"}
+    for pod in pods().values():
+        variables = environment_of(pod)
+        assert {key: variables[key] for key in variables.keys() - of_pods} == expected
+
+
+def test_copies_of_models_and_what_is_spilled_fit_into_the_volume_of_a_pod():
+    """A pod sees the disk of its node, not the limit of its volume, and is evicted if it takes more."""
+    for pod in pods().values():
+        (scratch,) = (volume for volume in pod["volumes"] if volume["name"] == "scratch")
+        limit = scratch["emptyDir"]["sizeLimit"]
+        assert f"{2 * int(environment_of(pod)['POLYRANK_CACHE_GIB'])}Gi" == limit
     spec = spec_of_cluster()
-    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        (container,) = group["template"]["spec"]["containers"]
-        assert {pair["name"]: pair["value"] for pair in container["env"]} == expected
+    for group in (
+        spec["headGroupSpec"],
+        *spec["workerGroupSpecs"],
+    ):  # a worker of Ray does not make it
+        assert group["rayStartParams"]["object-spilling-directory"] == "/scratch"
+
+
+def test_a_pod_that_is_deleted_ends_its_requests_first():
+    """Ray drains the node at SIGTERM, for 30 s by default; Kubernetes' own grace period is as long."""
+    served = yaml.safe_load((ROOT / "serve" / "config.cluster.yaml").read_text())
+    ((ranker,),) = (application["deployments"] for application in served["applications"])
+    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, name)
+    for pod in pods().values():
+        drain_s, grace_s = int(environment_of(pod)[name]), pod["terminationGracePeriodSeconds"]
+        # A new replica starts in the rest of the time; a spot node of AWS has 120 s.
+        assert 2 * ranker["graceful_shutdown_timeout_s"] < drain_s < grace_s - 10 < 110
 
 
 def test_nodes_have_an_image_a_role_and_resources_that_are_known_before_they_are_up():
@@ -417,32 +459,31 @@ def test_the_overlays_of_a_job_and_of_every_night_run_the_same_command():
     parse(config_of(program.removeprefix("jobs.")), argv, "test")
 
 
+UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
 def test_pods_are_nobody_special_and_the_policies_are_about_them():
     accounts = of_kind("base", "ServiceAccount")
-    spec = spec_of_cluster()
-    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    pods = {name: group["template"]["spec"] for name, group in groups.items()}
-    pods["head"] = spec["headGroupSpec"]["template"]["spec"]
-    assert {pod["serviceAccountName"] for pod in pods.values()} == accounts.keys()
-    for name, pod in pods.items():
+    pods_of_base = pods()
+    assert {pod["serviceAccountName"] for pod in pods_of_base.values()} == accounts.keys()
+    for name, pod in pods_of_base.items():
         context = pod["securityContext"]
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert f"--uid {context['runAsUser']} " in (ROOT / "kuberay" / "Dockerfile").read_text()
         for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }  # fmt: skip
+            assert container["securityContext"] == {**UNPRIVILEGED, "readOnlyRootFilesystem": True}
             written = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert written == {"/scratch", "/tmp", "/home/ray"}
         # Only the autoscaler, a container of the head, talks to Kubernetes.
         has_token = accounts[pod["serviceAccountName"]].get("automountServiceAccountToken", True)
         assert has_token == (name == "head")
-    others = {pod["serviceAccountName"] for name, pod in pods.items() if name != "serving"}
-    assert pods["serving"]["serviceAccountName"] not in others
-    (toleration,) = pods["gpu"]["tolerations"]
+    autoscaler = spec_of_cluster()["autoscalerOptions"]
+    assert autoscaler["securityContext"] == UNPRIVILEGED
+    others = {pod["serviceAccountName"] for name, pod in pods_of_base.items() if name != "serving"}
+    assert pods_of_base["serving"]["serviceAccountName"] not in others
+    (toleration,) = pods_of_base["gpu"]["tolerations"]
     assert (toleration["key"], toleration["operator"]) == ("nvidia.com/gpu", "Exists")
-    (spread,) = pods["serving"]["topologySpreadConstraints"]
+    (spread,) = pods_of_base["serving"]["topologySpreadConstraints"]
     serving = {"matchLabels": {"ray.io/group": "serving"}}
     assert spread["labelSelector"] == serving and spread["topologyKey"] == "kubernetes.io/hostname"
     budgets = {name: part["spec"] for name, part in of_kind("base", "PodDisruptionBudget").items()}
@@ -450,9 +491,12 @@ def test_pods_are_nobody_special_and_the_policies_are_about_them():
     assert {budget["minAvailable"] for budget in budgets.values()} == {1}
     assert budgets["polyrank-serving"]["selector"] == serving
     (network,) = of_kind("base", "NetworkPolicy").values()
-    ports = {port["port"] for rule in network["spec"]["ingress"] for port in rule.get("ports", ())}
-    # The service and the dashboard; Redis, the GCS and Ray Client are for pods.
-    assert ports == {8000, 8265}
+    ports = [
+        [port["port"] for port in rule.get("ports", ())] for rule in network["spec"]["ingress"]
+    ]
+    # For Ray's pods all; the service and the dashboard; for the operator all; for Prometheus its own. Redis,
+    # the GCS and Ray Client are for pods.
+    assert ports == [[], [8000, 8265], [], [8080]]
 
 
 def test_kubernetes_and_aws_have_the_same_groups_and_one_version():

@@ -80,9 +80,8 @@ def faults(text: str) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and meant(node) is MISSING:
             yield f"line {node.lineno}: {ast.unparse(node)} is not there"
         if isinstance(node, ast.Call) and callable(called := meant(node.func)):
-            if any(isinstance(each, ast.Starred) for each in node.args):
-                continue
-            if any(each.arg is None for each in node.keywords):
+            has_spread = any(isinstance(each, ast.Starred) for each in node.args)
+            if has_spread or any(each.arg is None for each in node.keywords):
                 continue
             try:
                 inspect.signature(called).bind(

@@ -34,8 +34,10 @@ from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import wikipedia_extracted
 from pipeline.models.encoder import Encoder
 from pipeline.models.flops import TrainingFlops, peak_flops
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
+from pipeline.processor import processor
 
 _TOKENS = 256
 # The job starts processes and makes an index, some 8 s on 2 cores, which vanish beside a pool of millions.
@@ -162,9 +164,10 @@ def _beside_engines(
     size: str, articles: Sequence[str], data: Path, work: Path, python: str
 ) -> Iterator[BenchmarkRow]:
     """`python`: of the peers' environment."""
-    encoder = Ranker.from_sentence_transformers(str(minilm_folder()))
+    fastest: Precision = "bf16" if processor().bf16 else "int8"
+    encoder = Ranker.from_sentence_transformers(str(minilm_folder()), precision=fastest)
     folder = cross_encoder(minilm_folder(), work / "cross-encoder")
-    cross = Ranker.from_sentence_transformers(str(folder))
+    cross = Ranker.from_sentence_transformers(str(folder), precision=fastest)
     long, short = articles[: _LONG[size]], _replies(data)[: _SHORT[size]]
     query, passages = articles[0][:100], [text[:1_000] for text in articles[1 : _RERANKED + 1]]
     for name, model, texts, ours in (
@@ -183,7 +186,7 @@ def _beside_engines(
                 passes[engine] = stack.enter_context(_peer(command))
             seconds = in_turn(passes, _ENGINE_ROUNDS)
         own = seconds.pop("ours")
-        note = f"{count:,} texts a pass, the median of {len(own)} passes in turn."
+        note = f"{fastest}; {count:,} texts a pass, the median of {len(own)} passes in turn."
         for engine, peer in seconds.items():
             row, ratio = name.format(engine.replace("-", "_")), median(map(truediv, peer, own))
             rates = count / median(own), count / median(peer)

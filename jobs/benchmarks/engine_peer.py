@@ -16,6 +16,7 @@ from typing import Any
 
 
 def main(task: str, engine: str, model: str, file: str) -> None:
+    import torch
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from sentence_transformers.backend import export_dynamic_quantized_onnx_model
 
@@ -25,7 +26,10 @@ def main(task: str, engine: str, model: str, file: str) -> None:
     loaded = kind(model, backend=backend, device="cpu")
     if engine == "onnx-int8":
         with tempfile.TemporaryDirectory() as folder:
-            export_dynamic_quantized_onnx_model(loaded, "avx512_vnni", folder)
+            kind_of_processor = (
+                "avx512_vnni" if torch.cpu.get_capabilities().get("avx512_vnni") else "avx2"
+            )
+            export_dynamic_quantized_onnx_model(loaded, kind_of_processor, folder)
             name = next(Path(folder).rglob("*.onnx")).relative_to(folder)
             loaded.save_pretrained(folder)
             loaded = kind(

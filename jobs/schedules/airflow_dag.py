@@ -20,9 +20,11 @@ with DAG(
     BashOperator(
         task_id="embed_pool",
         cwd="/srv/polyrank",
-        # The name says the run: one that runs or has succeeded is not sent twice, and another try resumes it.
+        # The name says the run: another try follows a run that goes on, resumes one that failed, and sends
+        # none twice that has succeeded. A run that a person starts may have no logical date.
         bash_command=(
-            ".venv/bin/python -m jobs.submit --wait --name reembed-articles-{{ ts_nodash }}"
+            ".venv/bin/python -m jobs.submit --wait"
+            " --name reembed-articles-{{ dag_run.run_after | ts_nodash }}"
             " -- embed_pool --config jobs/schedules/reembed.yaml"
         ),
         append_env=True,

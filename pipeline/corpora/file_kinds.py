@@ -19,6 +19,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
         "an Excel workbook, or another ZIP archive; save the table as CSV in UTF-8, or unpack the archive",
     ),
     (rb"\xd0\xcf\x11\xe0", "an Excel or Word file of Office 97; save the table as CSV in UTF-8"),
+    (rb"PARE", "encrypted Parquet; decrypt it"),
     (
         rb"PAR1",
         "Parquet, which only tables are read from, and only if it is not compressed once more",
@@ -44,6 +45,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
         "a web page, such as the answer of a server that refused the download",
     ),
 )
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 _TABLE_ENDINGS = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -93,6 +95,10 @@ def not_utf8(uri: str, number: int, data: bytes, option: str, guess: str = "cp12
 
     The usual guess is Windows' encoding, which is Latin-1 with more letters, unless it lacks these bytes.
     """
+    if number == 1 and guess == "cp1252" and _CONTROL.search(data):
+        return BadInput(
+            f"{uri}: no text; it may be compressed in an unknown way, encrypted or binary data"
+        )
     if guess == "cp1252" and not is_in(data, guess):
         advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
         return BadInput(f"{uri}, line {number}: not UTF-8{advice}")

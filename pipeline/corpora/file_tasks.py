@@ -56,7 +56,11 @@ class ParseReport:
     def close(
         self, draft: Draft, task: str, privacy: Privacy, kind: type[RecordT], **fields: Any
     ) -> RecordT:
-        """Saves samples of the rejected records; returns a record with the report and more `fields`."""
+        """Saves samples of the rejected records; returns a record with the report and more `fields`.
+
+        A file (`input`) without records is noted."""
+        if not self.records and (uri := fields.get("input")):
+            self.notes.append(f"{uri}: holds no records")
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
         reported = {

@@ -13,7 +13,7 @@ import lzma
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, AnyStr, Literal, TypeGuard
@@ -209,7 +209,7 @@ def read_lines(
                 raise file_kinds.not_utf8(uri, number + place, damaged_line, option="")
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
-                yield number, line.removeprefix("\ufeff").removesuffix("\r")
+                yield number, line.lstrip("\ufeff").removesuffix("\r")
     except Truncated as error:
         accept_truncated(error, reading, notes if notes is not None else [], number)
     if undecodable and notes is not None:
@@ -289,6 +289,11 @@ class Rejects:
         storage.write_bytes(draft.path("rejected", f"{task}.jsonl"), "".join(lines).encode())
 
 
+def reasons_text(counts: Mapping[str, int]) -> str:
+    """Counts by reason for a person: "3 not JSON, 12 text is empty"."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+
+
 def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -> None:
     """Raises BadInput for too many malformed records, and for none at all; then the draft is deleted."""
     records = list(records)
@@ -300,9 +305,8 @@ def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -
         notes = [note for record in records for note in record.notes]
         raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
     if malformed_count > total * reading.max_malformed_share:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(malformed.items()))
         raise BadInput(
             f"{malformed_count:,} of {total:,} records ({malformed_count / total:.1%}) are malformed "
-            f"({reasons}), more than --reading.max-malformed-share {reading.max_malformed_share:g}; "
-            f"see {draft.path('rejected')}"
+            f"({reasons_text(malformed)}), more than --reading.max-malformed-share "
+            f"{reading.max_malformed_share:g}; see {draft.path('rejected')}"
         )

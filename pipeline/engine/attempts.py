@@ -16,7 +16,7 @@ from pipeline.config import BadInput
 from pipeline.engine import report
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import RecordT, TaskRecord
-from pipeline.storage.failures import is_transient, storage_failure, with_retries
+from pipeline.storage.failures import is_transient, storage_failure, store_refusal, with_retries
 
 Work = Callable[[Draft, str, Any], RecordT]
 
@@ -61,6 +61,8 @@ def failed_outcome(task: str, error: Exception) -> dict[str, Any]:
     """The outcome of a task that raised this error, which is being handled."""
     if isinstance(error, BadInput):
         return _outcome(task, refusal=str(error))
+    if reason := store_refusal(error):  # a hundred other tasks would be refused, too
+        return _outcome(task, refusal=f"{reason} (on {socket.gethostname()})")
     if failure := storage_failure(error):
         return _outcome(task, storage=f"{failure} (on {socket.gethostname()})")
     text = " ".join(f"{type(error).__name__}: {error}".split())

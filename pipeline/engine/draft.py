@@ -233,6 +233,11 @@ def read_request(staging: str) -> dict[str, Any]:
     return _read_object(storage.join(staging, REQUEST))
 
 
+def read_run(staging: str) -> str:
+    """The id of the tracking run of the job that makes a draft; "": it has none yet."""
+    return str(_read_object(storage.join(staging, RUN)).get("run_id", ""))
+
+
 def _read_object(uri: str) -> dict[str, Any]:
     """A JSON file of a draft; empty where it is missing, as after another job has published the draft."""
     try:

@@ -46,8 +46,8 @@ def run_tasks(
     task is marked. Returns the records of all `tasks`, in their order. `memory`: bytes that a task needs,
     so that a node runs no more at once than it holds; 0: not known.
 
-    Raises BadInput where a task does, and where an earlier version of polyrank marked one of `tasks`;
-    Stopped where tasks failed.
+    Raises BadInput where a task does, where the store refuses it, and where an earlier version of polyrank
+    marked one of `tasks`; Stopped where tasks failed.
     """
     delays_s = DELAYS_S
 

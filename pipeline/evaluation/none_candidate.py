@@ -37,9 +37,9 @@ class LeastScore(NamedTuple):
     were absent."""
 
     def __str__(self) -> str:
-        return (f"below a score of {self.score:.4g} lie {self.right:.0%} of the right first answers, "
-                f"{self.wrong:.0%} of the wrong ones, and {self.absent:.0%} of those to questions whose "
-                "right answer is not in the pool")  # fmt: skip
+        return (f"to show no answer below a score of {self.score:.4g} hides {self.right:.0%} of the right "
+                f"first answers, {self.wrong:.0%} of the wrong ones, and {self.absent:.0%} of those to "
+                "questions whose right answer is not in the pool")  # fmt: skip
 
 
 def least_score(best: QuestionRanks, hidden: float = _HIDDEN) -> LeastScore | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -217,16 +217,26 @@ class Scaled:
         return self.prepared.scores(questions) * np.float32(self.scale)
 
 
+def scorer(
+    ranker: Ranker,
+    label: str = "",
+    precision: Precision = "auto",
+    known_contexts: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
+) -> RankerScorer:
+    """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
+    API, pools and the service do. The ranker itself has that precision from now on."""
+    prepared = inference.prepare(ranker, best_device(), precision)
+    return RankerScorer(prepared, label, known_contexts=known_contexts)
+
+
 def load_scorer(
     model: Artifact,
     label: str = "",
     precision: Precision = "auto",
     known_contexts: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
 ) -> RankerScorer:
-    """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
-    API, pools and the service do."""
-    ranker = inference.prepare(load_ranker(model.local()), best_device(), precision)
-    return RankerScorer(ranker, label, known_contexts=known_contexts)
+    """`scorer` of a ranker that it loads."""
+    return scorer(load_ranker(model.local()), label, precision, known_contexts)
 
 
 @dataclass(frozen=True)
@@ -239,11 +249,10 @@ class MeanScorer:
         return PreparedMean([scorer.prepare(questions) for scorer in self.scorers])
 
 
-def load_mean_scorer(models: Sequence[Artifact], precision: Precision = "auto") -> MeanScorer:
+def mean_scorer(makers: Sequence[Callable[[], RankerScorer]]) -> MeanScorer:
     """The scorers of several rankers as one, all in this process. Scores are scaled as in each ranker's loss,
     because a ConveRT model's cosines would count for nothing beside a cross-encoder's logits."""
-    scorers = [load_scorer(model, precision=precision) for model in models]
-    return MeanScorer([replace(scorer, as_in_loss=True) for scorer in scorers])
+    return MeanScorer([replace(make(), as_in_loss=True) for make in makers])
 
 
 @dataclass(frozen=True)

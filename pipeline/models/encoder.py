@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
 from pipeline.models import cpu, packing
+from pipeline.models.git_lfs import require_fetched
 from pipeline.models.packing import Packing, first_position
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.settings import Shape, TrainLayers
@@ -208,9 +209,12 @@ def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
         raise BadInput(f"{folder}: {ADAPTER} is {HOW_TO_MERGE}")
     if not (folder / "config.json").exists():
         raise BadInput(f"{folder}: not a model directory (config.json is missing)")
-    if not list(folder.glob("*.safetensors")):
+    weights = list(folder.glob("*.safetensors"))
+    if not weights:
         raise BadInput(f"{folder}: the model has no weights (*.safetensors is missing; pickles such "
                        "as pytorch_model.bin are never loaded)")  # fmt: skip
+    for path in weights:
+        require_fetched(path)
     _quiet()  # the caller reports what is missing, in one line
     try:
         hf, report = kind.from_pretrained(

@@ -21,6 +21,7 @@ from pipeline.models.int8 import quantise_layers
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.models.torch_operators import MOST_LEVEL
 from pipeline.storage.prefetch import map_prefetched
 
 BATCH_TOKENS = 0
@@ -46,7 +47,7 @@ def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto")
     elif ranker.precision == "int8":
         for module in list(ranker.modules()):
             if isinstance(module, TextEncoder):
-                quantise_layers(module)
+                quantise_layers(module, MOST_LEVEL)
     return ranker
 
 

@@ -2,11 +2,13 @@
 
 Their weights and inputs are 8-bit integers:
 
-    y = (q(x) · q(W)ᵀ) · s(x) s(W) + b,    q(v) = round(v / s(v)),    s(v) = max |v| / 127
+    y = (q(x) · q(W)ᵀ) · s(x) s(W) + b,    q(v) = round(v / s(v)),    s(x) = max |x| / 127
 
-with an s(W) for each output and an s(x) for each token, so that a text has the same encoding alone and in a
-batch. CPUs with AVX512_VNNI or AMX multiply such integers fast. Milliseconds of all-MiniLM, two cores of an
-AMD EPYC taken for one without bf16 (POLYRANK_PROCESSOR=avx512_vnni), beside other work:
+with an s(x) for each token, so that a text has the same encoding alone and in a batch, and for each output
+s(W) = max |W| / 63: with levels up to 63, the products are exact on processors with AVX2 alone, too
+(`torch_operators.lay_out_int8`). The blocks that a ConveRT model keeps in 8 bits have levels up to 127; in
+float32 their products are exact everywhere. Milliseconds of all-MiniLM, two cores of an AMD EPYC taken for
+one without bf16 (POLYRANK_PROCESSOR=avx512_vnni), beside other work:
 
     texts of tokens    float32    these layers
     8 of 256           301        111
@@ -25,17 +27,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.torch_operators import int8_product
+from pipeline.models.torch_operators import int8_linear, lay_out_int8
 
 _INT8 = 127  # the highest level
 _LEAST = 1e-12  # of a scale, for rows of zeros
+_AT_ONCE = 1 << 17  # numbers that are rounded together, which stay in a core's cache
 
 
-def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(levels int8, scale of each row [..., 1] float32)"""
-    rows = rows.float()
-    scale = rows.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST) / _INT8
-    return (rows / scale).round_().to(torch.int8), scale
+def to_int8(rows_NI: Tensor, most: int = _INT8) -> tuple[Tensor, Tensor]:
+    """(levels int8, scale of each row [N, 1] float32), the largest number of a row at level ±`most`"""
+    levels_NI = torch.empty_like(rows_NI, dtype=torch.int8)
+    scale_N1 = torch.empty(len(rows_NI), 1, device=rows_NI.device)
+    step = max(1, _AT_ONCE // max(1, rows_NI.shape[1]))
+    for start in range(0, len(rows_NI), step):
+        part = slice(start, start + step)
+        rows = rows_NI[part].float()
+        scale_N1[part] = rows.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST) / most
+        levels_NI[part] = (rows / scale_N1[part]).round_()
+    return levels_NI, scale_N1
 
 
 class Int8Linear(nn.Module):
@@ -50,11 +59,13 @@ class Int8Linear(nn.Module):
         self.register_buffer("bias", bias)
         # No buffer, which `to` would round to bf16.
         self.scale_O1 = scale_O1.float()
+        self._laid_out = lay_out_int8(levels_OI)
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> Int8Linear:
+    def of(cls, layer: nn.Linear, most: int = _INT8) -> Int8Linear:
+        """`most`: the highest level of a weight."""
         bias = None if layer.bias is None else layer.bias.detach().float()
-        return cls(*to_int8(layer.weight.detach()), bias)
+        return cls(*to_int8(layer.weight.detach(), most), bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[…, I] → […, O]"""
@@ -63,7 +74,8 @@ class Int8Linear(nn.Module):
         if inputs_NI.device.type == "cpu":
             levels_NI, scale_N1 = to_int8(inputs_NI)
             # In place: new memory for each step would take longer than the product itself.
-            outputs_NO = int8_product(levels_NI, self.levels_OI).mul_(scale_N1).mul_(scale_O)
+            outputs_NO = int8_linear(levels_NI, self.levels_OI, scale_O, self._laid_out)
+            outputs_NO.mul_(scale_N1)
         else:  # GPUs are fast enough with the weights alone in 8 bits
             outputs_NO = F.linear(inputs_NI.float(), self.levels_OI.float()).mul_(scale_O)
         if self.bias is not None:
@@ -82,8 +94,8 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(module.get_submodule(parent), attribute, layer)
 
 
-def quantise_layers(module: nn.Module) -> None:
-    """Gives an encoder 8-bit layers in place of those with float weights."""
+def quantise_layers(module: nn.Module, most: int = _INT8) -> None:
+    """Gives an encoder 8-bit layers in place of those with float weights, whose highest level is `most`."""
     for name, layer in linear_layers(module).items():
         if isinstance(layer, nn.Linear):
-            replace_layer(module, name, Int8Linear.of(layer))
+            replace_layer(module, name, Int8Linear.of(layer, most))

@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 Precision = Literal["auto", "bf16", "fp32", "int8"]
 """auto: bf16 on hardware that multiplies it, else float32. int8: linear layers of 8 bits, for inference on a
-CPU; the fastest on one that has AVX512_VNNI and no bf16 (`pipeline.models.int8`)."""
+CPU; the fastest on one that has AVX2 or more and no bf16 (`pipeline.models.int8`)."""
 Resolved = Literal["bf16", "fp32", "int8"]
 Trained = Literal["bf16", "fp32"]
 """The precision of a training."""
 NUMERICS = 2
-"""Counts up when the code computes other vectors from the same weights, texts and precision, if only in
-their rounding: pools are then embedded anew, so that none holds vectors of both kinds."""
+"""See `numerics_of`."""
 
 
 def resolve_precision(name: Precision, device: torch.device) -> Resolved:
@@ -36,6 +35,12 @@ def resolve_precision(name: Precision, device: torch.device) -> Resolved:
     if name == "auto":
         return "bf16" if use_bf16(device) else "fp32"
     return name
+
+
+def numerics_of(precision: Precision) -> int:
+    """Counts up when the code computes other vectors from the same weights, texts and precision, if only in
+    their rounding: pools are then embedded anew, so that none holds vectors of both kinds."""
+    return NUMERICS + (precision == "int8")  # whose weights have levels up to 63 now
 
 
 def use_bf16(device: torch.device) -> bool:

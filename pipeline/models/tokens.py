@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
+from pipeline.models.git_lfs import require_fetched
 
 Keeps = Literal["first", "last", "both_ends"]
+_FILES = ("tokenizer.json", "vocab.txt")
 
 # Of a long text so much is tokenised at first for every token that is kept (English has 4.7 characters a
 # token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
@@ -131,12 +133,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Loads `tokenizer.json` from a local model folder.
+        """Loads `tokenizer.json`, or the `vocab.txt` of an older BERT, from a local model folder.
 
         Raises BadInput if there is none, and for one that is damaged.
         """
-        if not (folder / "tokenizer.json").exists():
+        path = next((folder / name for name in _FILES if (folder / name).exists()), None)
+        if path is None:
             raise BadInput(f"{folder}: the model has no tokenizer (tokenizer.json is missing)")
+        require_fetched(path)
         try:
             # Without False it asks at the terminal whether code in the folder may run.
             hf = AutoTokenizer.from_pretrained(
@@ -145,6 +149,10 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises no class of its own
             reason = " ".join(str(error).split())[:200]
             raise BadInput(f"{folder}: its tokenizer cannot be read ({reason})") from None
+        if getattr(hf, "backend_tokenizer", None) is None:
+            raise BadInput(
+                f"{folder}: its tokenizer is of Python code; allowed: one with a tokenizer.json"
+            )
         return cls(hf)
 
     def save(self, folder: Path) -> None:

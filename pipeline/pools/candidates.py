@@ -271,6 +271,7 @@ def _rows(
     id_column, text_column, *_ = table.columns
     columns_by_option, most_bytes = table.columns_by_option, table.max_text_bytes
     form, context_column = table.form, table.context_column
+    records_before = report.records
     for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
         sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
         try:
@@ -292,6 +293,8 @@ def _rows(
             report.dropped.add("context is too long", uri, line, sample)
         else:
             yield CandidateRow(name, text, list(cells.values()), [context] if context else [])
+    if report.records == records_before:
+        report.notes.append(f"{uri}: holds no records")
 
 
 def _is_longer(text: str, most_bytes: int) -> bool:

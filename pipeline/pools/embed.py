@@ -23,7 +23,7 @@ from pipeline.engine.attempts import Work
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import sum_counts
 from pipeline.engine.run import run_tasks_on_actors
-from pipeline.models.precision import NUMERICS, Precision, Resolved
+from pipeline.models.precision import Precision, Resolved, numerics_of
 from pipeline.models.sources import Source
 from pipeline.pools import candidates
 from pipeline.pools.build_records import CheckRecord, EmbedRecord, GateInputs, PlanRecord
@@ -65,7 +65,7 @@ class EmbedConfig(tables.TableFormat):
     """The stored type of a vector: float32, bfloat16, float16, or int8 with a scale for each vector."""
     precision: Precision = "auto"
     """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it. int8:
-    layers of 8 bits, on CPUs with AVX512_VNNI and without bf16 some 2.5 times as fast as float32.
+    layers of 8 bits, on CPUs without bf16 faster than float32.
     Vectors of another precision are not copied from the version before."""
     neighbours: bool = False
     """Make an index for approximate searches. It needs faiss-cpu, and a byte for six numbers."""
@@ -128,7 +128,9 @@ def prepare(
         storage.delete(draft.staging)
         raise BadInput("--candidates: no text to embed (no rows)")
     if not parts:
-        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
+        raise BadInput(
+            f"--candidates: no text to embed ({raw.reasons_text(dropped)}); see {draft.path('rejected')}"
+        )
     raw.check_share(draft, staged, reading)
     copies = bool(previous and source and previous.name == source.name)
     other_source = None if copies else source
@@ -166,7 +168,7 @@ def prepare(
         dropped=sum_counts([dropped, plan.dropped]),
         notes=[note for record in staged for note in record.notes],
         seconds=round(time.perf_counter() - began, 3),
-        numerics=NUMERICS,
+        numerics=numerics_of(precision),
         planned_at=time.time(),
     )
     draft.mark(PLAN, record)
@@ -177,7 +179,7 @@ def _earlier_plan(draft: Draft, gate_inputs: GateInputs, precision: Resolved) ->
     """The plan of a build that is resumed, whose finished shards stay; None where all begins anew."""
     finished = draft.finished_tasks()
     earlier = finished.record(PLAN, PlanRecord) if PLAN in finished else None
-    if earlier and earlier.numerics == NUMERICS:
+    if earlier and earlier.numerics == numerics_of(precision):
         if earlier.asked == gate_inputs:
             return earlier
         if earlier.precision == precision:
@@ -243,7 +245,9 @@ def embed(
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)
-        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
+        raise BadInput(
+            f"--candidates: no text to embed ({raw.reasons_text(dropped)}); see {draft.path('rejected')}"
+        )
     return records
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline import registry, storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import digest
+from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
+from pipeline.config import BadInput, Stopped, digest
 from pipeline.corpora.file_tasks import is_document
 from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
-from pipeline.models.precision import NUMERICS
+from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.pools import build
 from pipeline.pools.embed import EmbedConfig
@@ -31,6 +32,17 @@ class PoolInputs:
     """Of these files."""
     references: dict[str, Any]
     """By name; their fingerprints are a part of the version's name."""
+
+    def check_model(self, staging: str) -> None:
+        """Raises Stopped where the model has been replaced, and removes what was made: a node reads the
+        model when its first actor starts, which may be hours after this process has named it."""
+        with suppress(BadInput):
+            if read_artifact(self.model.uri, "ranker").fingerprint == self.model.fingerprint:
+                return
+        storage.delete(staging)
+        raise Stopped(
+            f"--model {self.model.uri}: has changed while it was read; the same command begins anew"
+        )
 
 
 def resolve_inputs(
@@ -60,8 +72,8 @@ def resolve_inputs(
     references: dict[str, Any] = {"model": model, "candidates": source}
     if redact:  # without, the pool is that of polyrank before it redacted pools
         references["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
-    if NUMERICS > 1:  # the first ones were not named
-        references["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
+    numerics = str(numerics_of(embed.precision))
+    references["numerics"] = {"uri": "", "kind": "code", "fingerprint": numerics}
     if order_counts and len(files) > 1:
         order = digest([storage.name_of(file) for file in files])
         references["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}

@@ -137,8 +137,7 @@ class Pool:
             place = device_rows.device_named(device)
         uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
-            version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
-            uri = storage.join(uri, version)
+            uri = storage.join(uri, version_in(storage.join(uri, CURRENT)))
         artifact = read_artifact(uri, KIND)
         if artifact.manifest.get("dtype") not in FILE_DTYPES:
             raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
@@ -365,6 +364,12 @@ def precision_of(artifact: Artifact) -> str:
 def current_uri(pools: str, name: str) -> str:
     """The URI of a pool's CURRENT."""
     return storage.join(pools, name, CURRENT)
+
+
+def version_in(uri: str) -> str:
+    """The name in a file such as CURRENT; "": it names none. A power cut may leave it empty or full of
+    zeros."""
+    return storage.name_of(storage.read_bytes(uri).decode(errors="replace").strip("\0 \r\n"))
 
 
 def make_current(pools: str, name: str, version: str) -> None:

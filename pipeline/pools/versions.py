@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
-from pipeline.engine.draft import is_being_made, read_mark, read_request
-from pipeline.models.precision import NUMERICS, Resolved
+from pipeline.engine.draft import is_being_made, read_mark, read_request, read_run
+from pipeline.models.precision import Resolved, numerics_of
 from pipeline.pools.changes import RowSet
 from pipeline.pools.lock import current_locked, is_leased
-from pipeline.pools.pool import KIND, current_uri, precision_of
+from pipeline.pools.pool import KIND, current_uri, precision_of, version_in
 
 PLAN = "plan"
 """The task whose record says when a build was planned, and in what it computes."""
@@ -44,7 +45,7 @@ def previous_name(pools: str, name: str) -> str:
 
 
 def _read_name(uri: str) -> str:
-    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+    return version_in(uri) if storage.exists(uri) else ""
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,27 @@ class Version:
         return RowSet(**self.artifact.manifest.get("set_aside", {}))
 
 
-def open_current(pools: str, name: str) -> Version | None:
-    """The version before the one to be made; None where there is none, or, which is said, none to open.
+def open_before(pools: str, name: str) -> Version | None:
+    """The version before the one to be made: CURRENT, or, if that cannot be opened, the newest one that can.
+    None: there is none. Both are said.
 
     Its files are not fetched: whoever copies vectors opens them.
     """
-    if not (version := current_name(pools, name)):
-        return None
-    try:
-        return Version(open_artifact(storage.join(pools, name, version), KIND))
-    except BadInput as error:
-        print(f"pool {name}: nothing is copied, as its CURRENT version cannot be opened: {error}")
-        return None
+    if current := current_name(pools, name):
+        try:
+            return Version(open_artifact(storage.join(pools, name, current), KIND))
+        except BadInput as error:
+            print(f"pool {name}: its CURRENT version cannot be opened: {error}", flush=True)
+    for version in newest_versions(pools, name):
+        with suppress(BadInput):
+            before = Version(open_artifact(version.uri, KIND))
+            state = f"{current} is" if current else "no version is"
+            print(
+                f"pool {name}: {state} CURRENT; compares with the newest one, {before.name}",
+                flush=True,
+            )
+            return before
+    return None
 
 
 def files_of_rows(pool: Artifact) -> list[tuple[str, int]]:
@@ -119,7 +129,8 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
     settings_before = _vector_settings(before.artifact.manifest["config"])
-    return before.numerics == NUMERICS and settings_before == _vector_settings(to_dict(config))
+    same_numerics = before.numerics == numerics_of(precision)
+    return same_numerics and settings_before == _vector_settings(to_dict(config))
 
 
 def newest_with_vectors_of(
@@ -171,6 +182,8 @@ class Removal:
     kept_larger: list[tuple[str, int]]
     """(version, candidates) of old versions that are kept because every newer version is much
     smaller."""
+    killed_runs: list[str]
+    """The tracking runs of the removed drafts."""
 
 
 def newest_versions(pools: str, name: str) -> list[Artifact]:
@@ -227,6 +240,8 @@ def remove_old(
         # What was killed while it was removed has no request any more: no job goes on with it.
         if not read_request(uri) or (unfinished and _is_outlived(uri, newest, keep))
     ]
+    drafts = [storage.join(pools, name, folder) for folder in removed]
+    killed_runs = [run for draft in drafts if (run := read_run(draft))]
     # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
     with current_locked(pools, name):
         storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
@@ -245,7 +260,8 @@ def remove_old(
                 storage.delete(storage.join(version.uri, MANIFEST))  # no version any more
     for folder in removed:
         storage.delete(storage.join(pools, name, folder))
-    return Removal(removed, [(storage.name_of(v.uri), _candidates(v)) for v in kept_larger])
+    larger = [(storage.name_of(version.uri), _candidates(version)) for version in kept_larger]
+    return Removal(removed, larger, killed_runs)
 
 
 def _created_at(version: Artifact) -> float:

@@ -6,6 +6,7 @@ Ids that are not in the pool are no mistake: a list may be older than last night
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -20,6 +21,8 @@ from pipeline.pools.pool import Pool
 
 _LOOKED_THROUGH = 10_000  # rows of each shard
 _SHOWN_VALUES = 5
+# A number with zeros that no column of numbers keeps (`tables.cell_text`); of versions, 3.10 is not 3.1.
+_ZERO_AT_END = re.compile(r"^-?[0-9]+\.[0-9]*0$")
 
 
 def select(
@@ -33,15 +36,16 @@ def select(
     `allow`: their ids, None: any; `deny`: ids of others. `where`: columns that the pool keeps to filter
     by (`--embed.filter-columns`), and the values that a row may have there.
 
-    A text instead of several stands for itself; 2015.0 finds 2015, and True finds true. Raises BadInput for a
-    column that the pool does not keep, and for an id or a value that is no text.
+    A text instead of several stands for itself; 2015.0 finds 2015, and True finds true. 9.50 finds 9.5 in a
+    column of numbers, which has no value such as 9.50 itself. Raises BadInput for a column that the pool does
+    not keep, and for an id or a value that is no text.
     """
     names = pool.filter_columns
     allowed_names = f"columns that the pool keeps to filter by ({', '.join(names) or 'none'})"
     for column in where or {}:
         require(column in names, "where", column, allowed_names)
     allowed_values = {
-        column: _with_filter_texts(_texts(f"where[{column!r}]", values))
+        column: _with_filter_texts(_texts(f"where[{column!r}]", values), pool, column)
         for column, values in (where or {}).items()
     }
     if allow is not None:
@@ -65,10 +69,17 @@ def examples_of_values(pool: Pool, column: str) -> list[str]:
     return list(itertools.islice(values, _SHOWN_VALUES))
 
 
-def _with_filter_texts(values: pa.Array) -> pa.Array:
+def _with_filter_texts(values: pa.Array, pool: Pool, column: str) -> pa.Array:
     """The values, and what they are in a pool."""
-    texts = values.to_pylist()
-    return pa.array(dict.fromkeys([*texts, *map(tables.filter_text, texts)]), pa.string())
+    given = values.to_pylist()
+    texts = [*given, *map(tables.filter_text, given)]
+    decimals = [text for text in texts if text and _ZERO_AT_END.fullmatch(text)]
+    if decimals and not any(
+        pc.any(pc.match_substring_regex(rows[column], _ZERO_AT_END.pattern)).as_py()
+        for rows in pool.rows
+    ):
+        texts += [text.rstrip("0").removesuffix(".") for text in decimals]
+    return pa.array(dict.fromkeys(texts), pa.string())
 
 
 def _texts(name: str, values: Collection[str]) -> pa.Array:

@@ -188,8 +188,7 @@ def _kernel(
                 vectors_DC = tl.load(vectors_1C + place[:, None], mask=is_place[:, None], other=0)
             logits_NC = tl.dot(rows_ND.to(COMPUTE), vectors_DC, logits_NC, input_precision="ieee")
         if HAS_SCALES:
-            scales_N = tl.load(scales + first_row + n, mask=is_row_N, other=0)
-            logits_NC *= scales_N[:, None]
+            logits_NC *= tl.load(scales + first_row + n, mask=is_row_N, other=0)[:, None]
         logits_NGM = tl.reshape(logits_NC, [BLOCK_N, GROUP, BLOCK_M])
         counts_vector_GM = (first_vector + tl.arange(0, BLOCK_M))[None, :] < counts_G[:, None]
         powers_NGM = tl.where(
@@ -205,8 +204,11 @@ def _kernel(
     places_NG = contexts_G[None, :].to(tl.int64) * count + first_row + n[:, None]
     is_context_G = contexts_G < contexts
     tl.store(scores + places_NG, scores_NG, mask=is_row_N[:, None] & is_context_G[None, :])
-    places_G = contexts_G.to(tl.int64) * tl.cdiv(count, BLOCK_N) + first_row // BLOCK_N
-    tl.store(highest + places_G, tl.max(scores_NG, axis=0), mask=is_context_G)
+    tl.store(
+        highest + (contexts_G.to(tl.int64) * tl.cdiv(count, BLOCK_N) + first_row // BLOCK_N),
+        tl.max(scores_NG, axis=0),
+        mask=is_context_G,
+    )
 
 
 INTERPRETED = not isinstance(_kernel, triton.runtime.JITFunction)

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -31,6 +32,7 @@ _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
 _STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
+_FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)")
 
 
 def is_local(uri: str) -> bool:
@@ -43,9 +45,7 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     Raises BadInput where the scheme is unknown, and for a URI with a password in it.
     """
     if is_local(uri):
-        return pafs.LocalFileSystem(), str(
-            Path(uri.removeprefix("file://")).expanduser().absolute()
-        )
+        return pafs.LocalFileSystem(), str(_local_path(uri).expanduser().absolute())
     parts = _URI.fullmatch(uri)
     if parts and re.match("[^@]*:[^@]*@", parts[2]):
         shown = f"{parts[1]}://…@{parts[2].rpartition('@')[2]}{parts[3]}"
@@ -61,6 +61,13 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec_system)), str(path)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{uri}: no file system for this URI ({error})") from None
+
+
+def _local_path(uri: str) -> Path:
+    """The path of a local URI: as it is, or by RFC 8089, where file:/a%20b and file:///a%20b are /a b."""
+    if root := _FILE_URI.match(uri):
+        return Path(unquote(uri[root.end() :]))
+    return Path(uri.removeprefix("file://"))  # file://~/a
 
 
 @functools.cache
@@ -223,14 +230,19 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
     """The files that the URIs name: a file itself, or all files below a folder. A file that has several
     names, by symbolic links, comes once.
 
-    Raises BadInput for a URI that is not there, a folder without files, or no URI at all.
+    Raises BadInput for a URI that is empty or not there, a pipe, a folder without files, or no URI at all.
     """
     files: list[str] = []
     for uri in uris:
+        require(uri != "", option, uri, "a file or a folder")
         kind = _type_of(uri)
         if kind == pafs.FileType.NotFound:
-            raise BadInput(f"--{option} {uri}: no such file or folder")
-        uri_files = [uri] if kind == pafs.FileType.File else list_files(uri)
+            hint = "; patterns are not expanded" if re.search(r"[*?\[]", uri) else ""
+            raise BadInput(f"--{option} {uri}: no such file or folder{hint}")
+        if kind == pafs.FileType.Unknown:
+            raise BadInput(f"--{option} {uri}: a pipe or a device; allowed: a file or a folder")
+        # By their paths, because names of files have no percent escapes.
+        uri_files = [uri] if kind == pafs.FileType.File else list_files(absolute(uri))
         if not uri_files:
             raise BadInput(f"--{option} {uri}: the folder holds no files")
         files += map(absolute, uri_files)
@@ -387,8 +399,10 @@ def _write_temporary(path: Path, pieces: Iterable[bytes | pa.Buffer]) -> Path:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-    except BaseException:  # such as a full disk, which half a file should not fill further
+    except BaseException as error:  # such as a full disk, which half a file should not fill further
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # it says which disk
         raise
     return temporary
 

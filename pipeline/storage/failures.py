@@ -42,6 +42,7 @@ _STORE_REFUSALS = {
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
+_OF_A_STORE = r"AWS Error|Generic \w+ error"  # of pyarrow and obstore
 
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
 
@@ -79,10 +80,12 @@ def storage_failure(error: BaseException) -> BaseException | None:
     return failure if "I/O error" in str(failure) else None  # safetensors gives no errno
 
 
-def store_out_of_reach(error: BaseException) -> str | None:
-    """The message of an object store that could not be reached after all retries; None: another cause."""
+def store_failure(error: BaseException) -> str | None:
+    """How an object store has failed after all retries, in one line; None: the cause is another one."""
     text = " ".join(str(cause_of(error, OSError) or "").split())
-    return text[:300] if re.search(_OUT_OF_REACH, text) else None
+    if re.search(_OUT_OF_REACH, text):
+        return f"the object store cannot be reached: {text[:300]}"
+    return f"the object store fails: {text[:300]}" if re.search(_OF_A_STORE, text) else None
 
 
 def store_refusal(error: BaseException) -> str | None:

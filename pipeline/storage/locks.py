@@ -53,11 +53,12 @@ class LeaseFile:
         return True
 
     def stop(self) -> None:
-        """Removes the file."""
+        """Removes the file, where the storage lets it; otherwise its time runs out."""
         self._stop.set()
         self._thread.join()
-        if self.is_ours():
-            storage.delete(self.uri)
+        with suppress(OSError):  # the owner's own failure, such as of this storage, says more
+            if self.is_ours():
+                storage.delete(self.uri)
 
     def is_ours(self) -> bool:
         facts = read(self.uri)
@@ -112,7 +113,7 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
         winner = read(lease_file.uri)
         raise Stopped(f"{subject}: {_describe(winner) if winner else 'another job'} works on it")
     if holder:
-        print(f"{subject}: took over the lock of {_describe(holder)}, who is gone", flush=True)
+        print(f"{subject}: took over the lock of {_describe(holder)} who is gone", flush=True)
     for number in numbers:
         storage.delete(_path(folder, number))
     try:

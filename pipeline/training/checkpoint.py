@@ -1,7 +1,7 @@
 """The checkpoints of a run: written, read, found again by the same run, and continued by a longer one.
 
     state.safetensors     every tensor of the state, which is the same on all ranks
-    state.json            everything else; a tensor's place holds its name
+    state.json            everything else; a tensor's place holds its name; and the CRC of the tensors' file
     cursor-00000.json …   each rank's place in the training data
 
 Loading one runs no code.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ Cursor = Any
 """JSON-ready: where a rank stands in its batches."""
 
 _TENSORS, _STRUCTURE = "state.safetensors", "state.json"
+_PIECE_BYTES = 1 << 24
 _FULL_STATE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -122,21 +123,34 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
     structure = _to_json(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _TENSORS)
-    (folder / _STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+    text = json.dumps({**structure, "crc32": _crc32(folder / _TENSORS)})
+    (folder / _STRUCTURE).write_text(text, encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The state that `write_state` wrote, on the CPU.
 
-    Raises BadInput for files that are missing or truncated.
+    Raises BadInput for files that are missing, truncated or damaged.
     """
     try:
-        tensors = load_file(folder / _TENSORS)
-        state = _from_json(json.loads((folder / _STRUCTURE).read_text(encoding="utf-8")), tensors)
+        structure = json.loads((folder / _STRUCTURE).read_text(encoding="utf-8"))
+        # A machine that loses its power may leave a file of the whole length that ends in zeros.
+        crc32 = structure.get("crc32")  # earlier versions wrote none
+        if crc32 is not None and crc32 != _crc32(folder / _TENSORS):
+            raise ValueError(f"{_TENSORS} is damaged")
+        state = _from_json(structure, load_file(folder / _TENSORS))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"{folder}: not a training state ({error})") from None
     assert isinstance(state, dict)
     return state
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def tensors_in(value: Any) -> Any:
@@ -241,19 +255,25 @@ def last_checkpoint(folder: str) -> str:
     """The newest readable checkpoint of the earlier attempts of a run; "": there is none.
 
     Each attempt has a folder of its own in `folder`, and attempts and checkpoints are named by their time.
-    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint.
+    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint, which a
+    line says.
     """
-    attempts, newest = storage.list_folders(folder), ""
+    attempts = storage.list_folders(folder)
     checkpoints = [uri for attempt in attempts for uri in storage.list_folders(attempt)]
-    while checkpoints and not newest:
-        uri = checkpoints.pop()
-        with suppress(BadInput):
-            read_saved_at(uri)
-            newest = uri
+    newest = next((uri for uri in reversed(checkpoints) if _is_readable(uri)), "")
     for attempt in attempts:
         if not newest.startswith(f"{attempt}/"):
             storage.delete(attempt)
     return newest
+
+
+def _is_readable(checkpoint: str) -> bool:
+    try:
+        read_saved_at(checkpoint)
+    except BadInput as error:
+        print(f"{error}; the run goes on from the one before, if there is one", flush=True)
+        return False
+    return True
 
 
 # The optimizer's state holds these, and the seed decides which examples have been read.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from pipeline.artifact import Artifact, corpora_of, corpora_read_for
 from pipeline.config import require
@@ -40,6 +41,9 @@ from pipeline.training.losses import (
 )
 from pipeline.training.negatives import Miner
 from pipeline.training.settings import FinetuneConfig, LoopConfig
+
+# Settings that change an encoder, and their values that change nothing. ConveRT has no such encoder.
+_ENCODER_SETTINGS = {"keep_layers": 0, "train_layers": "all", "lora_rank": 0, "dropout": None}
 
 
 class Validation:
@@ -117,90 +121,39 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        config, distill, loop = self.finetune, self.finetune.distill, self.loop
+        config, loop = self.finetune, self.loop
         self._check(world)
         ranker = new_ranker(self.ranker, self.encoder.local(), loop.seed)
         ranker.precision = loop.precision  # of validation and mining, as of training
         network = ranker.network
-        encoders = [part for part in network.modules() if isinstance(part, Encoder)]
-        for name, value, default in (
-            ("keep_layers", config.keep_layers, 0),
-            ("train_layers", config.train_layers, "all"),
-            ("lora_rank", config.lora_rank, 0),
-            ("dropout", config.dropout, None),
-        ):
-            require(bool(encoders) or value == default, f"finetune.{name}", value,
-                    f"{default!r} with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
-        for part in encoders:
-            if config.keep_layers:
-                shorten(part, config.keep_layers)
-            freeze(part, config.train_layers)
+        encoders = self._fitted_encoders(network)
         parameters = sum(value.numel() for value in ranker.parameters())
-        new_weights = list(network.new_weights)
-        if config.lora_rank:
-            for part in encoders:
-                new_weights += add_adapters(part, config.lora_rank, config.lora_alpha)
+        new_weights, adapted = list(network.new_weights), encoders if config.lora_rank else []
+        for part in adapted:
+            new_weights += add_adapters(part, config.lora_rank, config.lora_alpha)
         if config.dropout is not None:
             set_dropout(network, config.dropout)
 
         rows = Rows.of(self.corpus, "train", (), rank, world, loop.seed, self.held_out())
-        same_group, miner = config.same_group_negatives, None
-        if config.negatives_from == "mined":
-            every_steps = round(config.mine.every_epochs * rows.total / config.batch_examples)
-            all_rows = replace(rows, columns=example_columns(same_group), rank=0, world=1)
-            miner = Miner(
-                ranker, all_rows, config.mine, max(1, every_steps), rank, world, same_group
-            )
+        miner = self._miner(ranker, rows) if config.negatives_from == "mined" else None
         guide = None
         if self.guide is not None:
             guide = Guide(interop.load(self.guide.local(), 0, 0), config.guide, loop.precision)
-        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
-        module: Objective
-        if self.ranker.has_vectors:
-            module = DualModule(
-                ranker.dual,
-                config.negatives_from,
-                distill,
-                config.share_negatives,
-                config.label_smoothing,
-                guide,
-            )
-            negatives = 0 if config.negatives_from == "batch" else config.negatives
-            mined = miner.negatives_of if miner else None
-            collator = DualCollator(ranker, negatives, teacher, mined, same_group, guide)
-        else:
-            module = PairModule(ranker.cross, distill, guide)
-            collator = PairCollator(ranker, config.negatives, teacher, None, same_group, guide)
-        if distill.loss == "cosine":
-            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
-            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
-                    f"ranker's {ranker_width}")  # fmt: skip
-
+        module, collator = self._objective(ranker, miner, guide)
         rows = replace(rows, columns=tuple(collator.columns))
         batches = Batches(rows, collator, config.batch_examples)
-        epochs = config.epochs_over(rows.total)
-        steps = round(epochs * batches.steps_per_epoch)
-        if epochs:  # half an epoch of one batch would round to none
-            steps = max(steps, 1)
-        steps = min(steps, config.max_steps or steps)
+        steps = config.steps_over(rows.total, batches.steps_per_epoch)
         if miner is not None:
             require(miner.every_steps < steps, "finetune.mine.every_epochs", config.mine.every_epochs,
                     f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
+        chunk = config.chunk_examples
+        run = cached_backward(module, chunk) if 0 < chunk < batches.examples else backward
 
         def save(folder: Path) -> None:
-            if config.lora_rank:
-                for part in encoders:
-                    merge_adapters(part)
+            for part in adapted:
+                merge_adapters(part)
             ranker.save(folder)
 
-        chunk, validation = config.chunk_examples, None
-        run = cached_backward(module, chunk) if 0 < chunk < batches.examples else backward
-        if self.corpus.rows("valid/"):
-            questions = validation_questions(
-                self.corpus, "valid", config.valid_candidates, config.valid_examples, loop.seed
-            )
-            validation = Validation(ranker, questions, rank, world) if len(questions) else None
         return FinetuneTask(
             ranker=ranker,
             parameters=parameters,
@@ -210,11 +163,64 @@ class Finetuning:
             optimize=lambda: optimization(loop, module, steps, new_weights, network.token_tables),
             save=save,
             backward=guided(run, guide) if guide else run,
-            validation=validation,
+            validation=self._validation(ranker, rank, world),
             miner=miner,
             before_step=network.before_step,
             work=lambda batch: {"samples": float(len(batch))},
         )
+
+    def _fitted_encoders(self, network: nn.Module) -> list[Encoder]:
+        """The encoders of a network, with the layers that the settings keep, and train."""
+        config = self.finetune
+        encoders = [part for part in network.modules() if isinstance(part, Encoder)]
+        for name, default in _ENCODER_SETTINGS.items():
+            value = getattr(config, name)
+            require(bool(encoders) or value == default, f"finetune.{name}", value,
+                    f"{default!r} with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
+        for part in encoders:
+            if config.keep_layers:
+                shorten(part, config.keep_layers)
+            freeze(part, config.train_layers)
+        return encoders
+
+    def _miner(self, ranker: Ranker, rows: Rows) -> Miner:
+        config, same_group = self.finetune, self.finetune.same_group_negatives
+        every_steps = max(1, round(config.mine.every_epochs * rows.total / config.batch_examples))
+        all_rows = replace(rows, columns=example_columns(same_group), rank=0, world=1)
+        return Miner(ranker, all_rows, config.mine, every_steps, rows.rank, rows.world, same_group)
+
+    def _objective(
+        self, ranker: Ranker, miner: Miner | None, guide: Guide | None
+    ) -> tuple[Objective, DualCollator]:
+        """The loss, and what makes its batches of rows."""
+        config, distill = self.finetune, self.finetune.distill
+        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
+        same_group = config.same_group_negatives
+        if not self.ranker.has_vectors:
+            pairs = PairCollator(ranker, config.negatives, teacher, None, same_group, guide)
+            return PairModule(ranker.cross, distill, guide), pairs
+        if distill.loss == "cosine":
+            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
+            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
+                    f"ranker's {ranker_width}")  # fmt: skip
+        negatives_from, smoothing = config.negatives_from, config.label_smoothing
+        module = DualModule(
+            ranker.dual, negatives_from, distill, config.share_negatives, smoothing, guide
+        )
+        negatives = 0 if negatives_from == "batch" else config.negatives
+        mined = miner.negatives_of if miner else None
+        return module, DualCollator(ranker, negatives, teacher, mined, same_group, guide)
+
+    def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
+        """None: the corpus has no valid split, or none of its examples can be asked."""
+        if not self.corpus.rows("valid/"):
+            return None
+        config = self.finetune
+        questions = validation_questions(
+            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
+        )
+        return Validation(ranker, questions, rank, world) if len(questions) else None
 
     def _check(self, world: int) -> None:
         """Raises BadInput for settings that do not fit each other, the architecture or the corpus."""

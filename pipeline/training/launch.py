@@ -140,8 +140,8 @@ def fit(
 
     Checkpoints lie in the draft, so the same job, started again, continues from the last one.
 
-    Raises Terminated after SIGTERM, when the step that was under way is saved. If a worker gets SIGTERM, or
-    Ray drains its node, others continue from that step.
+    Raises Terminated after SIGTERM. If Ray lives on, the step that was under way is saved. If a worker gets
+    SIGTERM, or Ray drains its node, others continue from that step.
     """
     fit_once = _fit_in_this_process if executors.current() else _fit_on_cluster
     terminated = threading.Event()
@@ -155,7 +155,14 @@ def fit(
             checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
             start = storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
             spec = WorkerSpec(recipe, workers, threads, draft, attempt, checkpoint, start)
-            trained = fit_once(spec, show, terminated)
+            try:
+                trained = fit_once(spec, show, terminated)
+            except Exception as error:
+                if terminated.is_set() and not isinstance(error, BadInput | Stopped):
+                    # systemd, Slurm and `timeout` send SIGTERM to Ray's processes, too.
+                    reason = "terminated, and Ray with it; the same command resumes at the last checkpoint"
+                    raise Terminated(reason) from None
+                raise
             if trained.finished:
                 return trained
             saved = f"step {trained.metrics['step']:.0f} is saved"
@@ -418,8 +425,12 @@ class _Rank:
 
     def _save_checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        write_saved(folder, state, cursor, self.number, self.world)
-        self.keep(folder, dict(self.metrics))
+        try:
+            write_saved(folder, state, cursor, self.number, self.world)
+            self.keep(folder, dict(self.metrics))
+        except BaseException:  # each attempt on a full disk would leave less room on it
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _save_bad_batch(self, step: int, batch: Any) -> str:
         uri = self.spec.draft.path("_bad_batch", f"step-{step}-rank-{self.number}")

@@ -162,89 +162,129 @@ def train(
 
     Raises Stopped if the loss or the gradient is not finite `max_skipped_steps` times in a row.
     """
-    module, steps, optimization = task.module, task.steps, task.optimize()
-    validate_every = validation_steps(task, config)
-    decay = config.plateau_decay if config.schedule == "plateau" else 1.0
-    selection = Selection(decay, config.stop_after_validations, config.keep_weights == "last")
-    step, skipped_steps, cursors = 0, 0, list[Cursor]()
-    if saved := resume():
-        load_training_state(module, optimization.optimizer, saved.state)
-        selection.load(saved.state["selection"])
-        if task.miner is not None:
-            task.miner.load(saved.state["refresh"])
-        step, skipped_steps, cursors = saved.state["step"], saved.skipped_steps, saved.cursors
-    del saved  # its state is twice the model, and more with the optimizer's moments
+    run = _Run(task, model, config, device, rank, listener)
+    cursors, cursor = run.resume(resume()), None
     batches = task.batches.start(cursors)
-    bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
-    meter, skipped_in_a_row, cursor = Meter(device, skipped_steps), 0, None
-    terminated = False
-    while step < steps and not selection.stop and not terminated:
+    run.meter.restart()
+    while not run.is_finished and not run.is_terminated:
         # Before a step, not after one: a longer run that goes on from the last step does it, too.
-        if task.miner is not None and step > 0 and step % task.miner.every_steps == 0:
+        if task.miner is not None and run.step > 0 and run.step % task.miner.every_steps == 0:
             task.miner()
             batches.close()  # it has prepared some ahead
             batches = task.batches.start(cursors if cursor is None else gather_items([cursor]))
             model.train()
-        batch, cursor = meter.time_wait(next, batches)
-        rate = (
-            optimization.learning_rate * optimization.lr_multiplier(step) * selection.plateau_factor
-        )
-        optimization.set_rate(rate)
-        torch.manual_seed(derived_seed(config.seed, step, rank))
+        batch, cursor = run.meter.time_wait(next, batches)
+        run.take_step(batch)
+        run.report(cursor)
+    if run.is_finished and run.selection.weights:
+        load_weights(task.module, run.selection.weights)
+    return run.is_finished
+
+
+@dataclass
+class _Run:
+    """The training of one rank: its state between two steps."""
+
+    task: Task
+    model: nn.Module
+    config: LoopConfig
+    device: torch.device
+    rank: int
+    listener: Listener
+    step: int = 0
+    """Steps done."""
+    rate: float = 0.0
+    """The learning rate of the last step."""
+    is_terminated: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.optimization, self.meter = self.task.optimize(), Meter(self.device)
+        self.validate_every = validation_steps(self.task, config)
+        decay = config.plateau_decay if config.schedule == "plateau" else 1.0
+        keep_last = config.keep_weights == "last"
+        self.selection = Selection(decay, config.stop_after_validations, keep_last)
+        self.is_bf16 = resolve_precision(config.precision, self.device) == "bf16"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.task.steps or self.selection.stop
+
+    def resume(self, saved: Saved | None) -> list[Cursor]:
+        """Takes a checkpoint's state; returns the cursors of its ranks. Keeps none of its tensors: they are
+        twice the model, and more with the optimizer's moments."""
+        if saved is None:
+            return []
+        load_training_state(self.task.module, self.optimization.optimizer, saved.state)
+        self.selection.load(saved.state["selection"])
+        if self.task.miner is not None:
+            self.task.miner.load(saved.state["refresh"])
+        self.step, self.meter.skipped = saved.state["step"], saved.skipped_steps
+        return saved.cursors
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint, which `resume` takes back; collective if the weights are sharded."""
+        return {
+            **training_state(self.task.module, self.optimization.optimizer),
+            "selection": self.selection.state(),
+            "refresh": self.task.miner.state() if self.task.miner is not None else {},
+            "skipped_steps": self.meter.skipped,
+            "step": self.step,
+        }
+
+    def take_step(self, batch: Any) -> None:
+        """Trains on a batch. Changes nothing if the loss or the gradient of a rank is not finite; raises
+        Stopped if that was so too often in a row."""
+        task, config, optimization, step = self.task, self.config, self.optimization, self.step
+        share = optimization.lr_multiplier(step)
+        self.rate = optimization.learning_rate * share * self.selection.plateau_factor
+        optimization.set_rate(self.rate)
+        torch.manual_seed(derived_seed(config.seed, step, self.rank))
         task.before_step(step)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-        loss, step_metrics = task.backward(model, batch.to(device), autocast)
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_bf16)
+        loss, metrics = task.backward(self.model, batch.to(self.device), autocast)
         norm = optimization.clip()
         # All ranks decide alike, so their weights stay the same. It waits for the device, because the step
         # must be skipped before the weights move. The second number comes along: a kernel sets it, so
         # nothing is copied to the device.
         is_finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
-        goes_on = torch.full_like(is_finite, not listener.is_terminated())
-        all_finite, all_go_on = reduce_over_ranks(
-            torch.stack([is_finite, goes_on]).int(), dist.ReduceOp.MIN
-        ).tolist()
-        terminated = not all_go_on
+        goes_on = torch.full_like(is_finite, not self.listener.is_terminated())
+        flags = torch.stack([is_finite, goes_on]).int()
+        all_finite, all_go_on = reduce_over_ranks(flags, dist.ReduceOp.MIN).tolist()
         if all_finite:
             optimization.optimizer.step()
-            meter.add({"loss": loss, "gradient_norm": norm, **step_metrics}, task.work(batch))
-            skipped_in_a_row = 0
+            self.meter.add({"loss": loss, "gradient_norm": norm, **metrics}, task.work(batch))
         else:
-            skipped_in_a_row += 1
-            meter.skip()
+            self.meter.skip()
         optimization.optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if skipped_in_a_row == config.max_skipped_steps:
-            uri = listener.save_bad_batch(step, batch)
-            raise Stopped(f"step {step}: the loss or the gradient was not finite {skipped_in_a_row} times "
+        self.step, self.is_terminated = step + 1, not all_go_on
+        if (count := self.meter.skipped_in_a_row) == config.max_skipped_steps:
+            uri = self.listener.save_bad_batch(self.step, batch)
+            raise Stopped(f"step {self.step}: the loss or the gradient was not finite {count} times "
                           f"in a row (loss {loss.item()}, gradient norm {norm.item()}); the last "
                           f"batch: {uri}")  # fmt: skip
-        validate = validate_every > 0 and (step % validate_every == 0 or step == steps)
-        save = step % config.checkpoint_every_steps == 0 or step == steps or terminated
+
+    def report(self, cursor: Cursor) -> None:
+        """Validates, tells the listener, and saves: what is due after this step."""
+        task, config, step = self.task, self.config, self.step
+        is_last = step == task.steps
+        validate = self.validate_every > 0 and (is_last or step % self.validate_every == 0)
+        save = is_last or self.is_terminated or step % config.checkpoint_every_steps == 0
         if not (validate or save or step % config.log_every_steps == 0):
-            continue
-        metrics, unsaved_minutes = meter.read()
+            return
+        metrics, unsaved_minutes = self.meter.read()
         save |= 0 < config.checkpoint_every_minutes <= unsaved_minutes
         if validate and task.validation is not None:
-            metrics |= selection.update(task.validation(), step, partial(weights_of, module))
-            model.train()
-        listener.progress(Progress(step, {**metrics, "learning_rate": rate}))
-        if save or selection.stop:
-            state = {
-                **training_state(module, optimization.optimizer),
-                "selection": selection.state(),
-                "refresh": task.miner.state() if task.miner is not None else {},
-                "skipped_steps": meter.skipped,
-                "step": step,
-            }
-            listener.checkpoint(state, cursor)
-            meter.mark_saved()
+            measured, copy_weights = task.validation(), partial(weights_of, task.module)
+            metrics |= self.selection.update(measured, step, copy_weights)
+            self.model.train()
+        self.listener.progress(Progress(step, {**metrics, "learning_rate": self.rate}))
+        if save or self.selection.stop:
+            self.listener.checkpoint(self.state(), cursor)
+            self.meter.mark_saved()
         if save or validate:
-            meter.restart()
-    finished = step >= steps or selection.stop
-    if finished and selection.weights:
-        load_weights(module, selection.weights)
-    return finished
+            self.meter.restart()
 
 
 def validation_steps(task: Task, config: LoopConfig) -> int:
@@ -445,10 +485,10 @@ class Meter:
     """Means of numbers over steps and ranks between two reports, without waiting for the device at each
     step."""
 
-    def __init__(self, device: torch.device, skipped: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.skipped = skipped
-        """Steps of the whole run that changed nothing."""
+        self.skipped = self.skipped_in_a_row = 0
+        """Steps that changed nothing, of the whole run and since the last other step."""
         self.restart()
         self.mark_saved()
 
@@ -478,11 +518,13 @@ class Meter:
         for name, amount in work.items():
             self._work[name] = self._work.get(name, 0.0) + amount
         self._steps += 1
+        self.skipped_in_a_row = 0
 
     def skip(self) -> None:
         """A step that changed nothing."""
         self._steps += 1
         self.skipped += 1
+        self.skipped_in_a_row += 1
 
     def read(self) -> tuple[dict[str, float], float]:
         """(the means and the rates per second since the last call, and all skipped steps; minutes since

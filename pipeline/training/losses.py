@@ -152,37 +152,12 @@ class DualModule(Objective):
         return vectors_BVMD.float(), mask_BVM, responses_BD.float(), negatives_BKD.float()
 
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, LossMetrics]:
-        """The sum over the views, each the mean over the widths; accuracy is the first view's."""
+        """The sum over the views, each the mean over the widths. The first view also gives the accuracy and
+        learns from the teacher."""
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
-        count, device = len(responses_BD), responses_BD.device
-        keys_CS = gather(batch.keys_BS)
-        own_B = torch.arange(count, device=device) + rank() * count  # in the global batch
         columns = self._columns(responses_BD, negatives_BKD, gather_with_gradient)
-        if self._from_batch:
-            label_B = own_B
-            excluded_BC = false_negatives(keys_CS, label_B)
-        else:
-            label_B = torch.zeros(count, dtype=torch.long, device=device)
-            excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
-        k, negative_keys = negatives_BKD.shape[1], batch.negative_keys_BK  # [B, K]
-        # The columns that a teacher has scored, the label's first: here the context's own negatives.
-        column_BC = torch.arange(k, device=device).expand(count, k) + excluded_BC.shape[1]
-        if self._share_negatives:
-            negative_keys = gather(batch.negative_keys_BK.flatten())  # [N], N = ranks · B · K
-            column_BC = column_BC + own_B[:, None] * k
-        column_BC, teacher_BC = torch.cat([label_B[:, None], column_BC], dim=1), batch.teacher_BC
-        if self._distill.over == "batch" and self._distill.loss in TEACHING:
-            width = excluded_BC.shape[1]
-            column_BC = (label_B[:, None] + torch.arange(width, device=device)) % width
-            teacher_BC = batch.teacher_contexts_BE @ gather(batch.teacher_responses_BE).T
-            teacher_BC = teacher_BC.gather(1, column_BC)
-        is_right_BK = negative_keys == batch.keys_BS[:, :1]
-        if self._share_negatives:
-            is_answer_BC = (batch.keys_BS[:, None] == keys_CS).any(dim=2)
-            is_same_CK = keys_CS[:, :1] == negative_keys
-            is_right_BK = is_answer_BC.float() @ is_same_CK.float() > 0
-        excluded_BC = torch.cat([excluded_BC, is_right_BK], dim=1)
-        parts, metrics = [], dict[str, Tensor]()
+        label_B = _places(batch) if self._from_batch else torch.zeros_like(_places(batch))
+        excluded_BC, metrics = self._right_columns(batch, label_B), dict[str, Tensor]()
         if self._guide is not None:
             assert batch.guide is not None
             own_BCD = batch.guide.candidates_BCD
@@ -190,33 +165,43 @@ class DualModule(Objective):
             by_guide_BC = self._guide.excludes(batch.guide, guide_columns, label_B)
             metrics["guide_excludes"] = _share_of_negatives(by_guide_BC, excluded_BC)
             excluded_BC = excluded_BC | by_guide_BC
-        teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
-        for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):
-            losses, teacher_losses = [], []
-            for width in self.network.widths:  # the last one is all that the vectors have
-                scores_BC = self._scores(vectors_BMD, mask_BM, columns, width)
-                losses.append(
-                    ranking_loss(
-                        scores_BC, label_B, excluded_BC, self._smoothing, mask_BM.any(dim=1)
-                    )
-                )
-                if self._distill.loss in TEACHING:
-                    teacher_losses.append(
-                        _distillation_loss(
-                            self._distill, scores_BC.gather(1, column_BC), teacher_BC
-                        )
-                    )
+        parts = list[Tensor]()
+        views = zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True)
+        for view, (vectors_BMD, mask_BM) in enumerate(views):
+            counted_B = mask_BM.any(dim=1)
+            scores = [  # the last width is all that the vectors have
+                self._scores(vectors_BMD, mask_BM, columns, width) for width in self.network.widths
+            ]
+            losses = [
+                ranking_loss(scores_BC, label_B, excluded_BC, self._smoothing, counted_B)
+                for scores_BC in scores
+            ]
             parts.append(torch.stack(losses).mean())
-            if "accuracy" not in metrics:
-                is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
+            if view == 0:
+                is_right_B = right_above_all(scores[-1], label_B, excluded_BC)
                 metrics["accuracy"] = is_right_B.float().mean()
                 if self._distill.loss == "cosine":
-                    teacher_losses.append(self._vector_loss(vectors_BMD[:, 0], responses_BD, batch))
-                if teacher_losses:
-                    teacher_loss = torch.stack(teacher_losses).mean()
-                    metrics["distill_loss"] = teacher_loss.detach()
-                    parts.append(teacher_loss)
+                    parts.append(self._vector_loss(vectors_BMD[:, 0], responses_BD, batch))
+                elif self._distill.loss != "none":
+                    parts.append(self._score_loss(scores, columns, batch, label_B, excluded_BC))
+                if self._distill.loss != "none":
+                    metrics["distill_loss"] = parts[-1].detach()
         return torch.stack(parts).sum(), metrics
+
+    def _right_columns(self, batch: DualBatch, label_B: Tensor) -> Tensor:
+        """[B, C] bool: the columns, beside the label's, that answer the context in the batch."""
+        keys_CS = gather(batch.keys_BS)
+        if self._from_batch:
+            responses_BC = false_negatives(keys_CS, label_B)
+        else:
+            responses_BC = torch.zeros_like(label_B, dtype=torch.bool)[:, None]
+        if self._share_negatives:
+            is_answer_BC = (batch.keys_BS[:, None] == keys_CS).any(dim=2)
+            is_same_CN = keys_CS[:, :1] == gather(batch.negative_keys_BK.flatten())
+            negatives_BN = is_answer_BC.float() @ is_same_CN.float() > 0
+        else:
+            negatives_BN = batch.negative_keys_BK == batch.keys_BS[:, :1]
+        return torch.cat([responses_BC, negatives_BN], dim=1)
 
     def _columns(
         self,
@@ -230,6 +215,36 @@ class DualModule(Objective):
         if not self._share_negatives:
             return responses, negatives_BKD
         return responses, gather_rows(negatives_BKD.flatten(0, 1))
+
+    def _score_loss(
+        self,
+        scores: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        batch: DualBatch,
+        label_B: Tensor,
+        excluded_BC: Tensor,
+    ) -> Tensor:
+        """The mean over the widths of the loss by the teacher's scores. `scores`: of each width, those of
+        `columns`."""
+        if self._distill.over == "batch":
+            responses_CE = gather(batch.teacher_responses_BE)
+            column_C = torch.arange(len(responses_CE), device=label_B.device)
+            column_BC = (label_B[:, None] + column_C) % len(responses_CE)  # the label's first
+            teacher_BC = (batch.teacher_contexts_BE @ responses_CE.T).gather(1, column_BC)
+        else:  # the label's, then those of the context's own negatives, which come after all responses
+            count, k = batch.negative_keys_BK.shape
+            column_BK = torch.arange(k, device=label_B.device).expand(count, k)
+            column_BK = column_BK + columns[0].shape[-2]
+            if self._share_negatives:
+                column_BK = column_BK + _places(batch)[:, None] * k
+            column_BC = torch.cat([label_B[:, None], column_BK], dim=1)
+            teacher_BC = batch.teacher_BC
+        teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
+        losses = [
+            _distillation_loss(self._distill, scores_BC.gather(1, column_BC), teacher_BC)
+            for scores_BC in scores
+        ]
+        return torch.stack(losses).mean()
 
     def _vector_loss(self, contexts_BE: Tensor, responses_BE: Tensor, batch: DualBatch) -> Tensor:
         """Weighted. Raises BadInput where the batch has no vectors of the teacher, or of another length."""
@@ -294,6 +309,11 @@ class PairModule(Objective):
             teacher_loss = _distillation_loss(self._distill, scores_BC, teacher_BC)
             loss, metrics["distill_loss"] = loss + teacher_loss, teacher_loss.detach()
         return loss, metrics
+
+
+def _places(batch: DualBatch) -> Tensor:
+    """[B]: the places of a rank's examples in the global batch."""
+    return torch.arange(len(batch), device=batch.keys_BS.device) + rank() * len(batch)
 
 
 def _share_of_negatives(by_guide_BC: Tensor, excluded_BC: Tensor) -> Tensor:

@@ -346,6 +346,13 @@ class FinetuneConfig:
             return self.epochs
         return next((epochs for limit, epochs in _EPOCHS if examples < limit), 1.0)
 
+    def steps_over(self, examples: int, steps_per_epoch: float) -> int:
+        """The steps of a run over so many training examples."""
+        epochs = self.epochs_over(examples)
+        # Half an epoch of one batch would round to none.
+        steps = max(round(epochs * steps_per_epoch), 1 if epochs else 0)
+        return min(steps, self.max_steps or steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingConfig(NegativeLimits):

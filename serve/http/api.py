@@ -89,30 +89,46 @@ def create_app(
             expose_headers=["x-request-id", "retry-after", MODEL],
         )
 
-    @app.post(
-        "/rank",
-        responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"),
-        response_model=bodies.RankResponse | list[bodies.RankResponse],
-    )
-    async def rank(
-        body: Annotated[
-            Annotated[bodies.RankRequest, Tag("<object>")]
-            | Annotated[
-                list[bodies.RankRequest],
-                Field(min_length=1, max_length=MAX_REQUESTS),
-                bodies.at_most("requests"),
-                Tag("<list>"),
-            ],
-            Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
-        ],
-        request: Request,
-    ) -> Response:
+    own = _Interface(service, state)
+    ranking = error_responses(*REFUSALS, "unknown_pool", "shard_missing")
+    rankings = bodies.RankResponse | list[bodies.RankResponse]
+    classifying = error_responses(*REFUSALS, "no_classifier")
+    app.post("/rank", responses=ranking, response_model=rankings)(own.rank)
+    app.post("/classify", responses=classifying, response_model=ClassifyResponse)(own.classify)
+    app.get("/health")(own.health)
+    app.get("/ready", responses=error_responses("not_ready"))(own.ready)
+    app.get("/info", responses=error_responses("unauthorized", "not_ready"))(own.info)
+    wire.add_routes(app, service, names)
+    if playground_opens != "none":  # last, as routes are tried in their order
+        playground.install(app, playground_opens)
+    return app
+
+
+_RankRequests = Annotated[
+    Annotated[bodies.RankRequest, Tag("<object>")]
+    | Annotated[
+        list[bodies.RankRequest],
+        Field(min_length=1, max_length=MAX_REQUESTS),
+        bodies.at_most("requests"),
+        Tag("<list>"),
+    ],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
+]
+
+
+class _Interface:
+    """The answers of the routes."""
+
+    def __init__(self, service: Service, state: Callable[[], dict[str, Any]]) -> None:
+        self._service, self._state = service, state
+
+    async def rank(self, body: _RankRequests, request: Request) -> Response:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
-        work, began = work_of(request, service), time.monotonic()
+        work, began = work_of(request, self._service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
         answers = await all_of(*(work.rank(each.query()) for each in ranking_requests))
         for answer in answers:
-            service.record_ranking(answer)
+            self._service.record_ranking(answer)
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
@@ -120,14 +136,9 @@ def create_app(
             return await json_list(responses, values)
         return await json_answer(responses[0], values)
 
-    @app.post(
-        "/classify",
-        responses=error_responses(*REFUSALS, "no_classifier"),
-        response_model=ClassifyResponse,
-    )
-    async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
+    async def classify(self, body: bodies.ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
-        work, began = work_of(request, service), time.monotonic()
+        work, began = work_of(request, self._service), time.monotonic()
         intents, classified = await work.classify(body.texts)
         milliseconds = round(1000 * (time.monotonic() - began), 3)
 
@@ -145,27 +156,19 @@ def create_app(
         most_intents = min(body.top_k, len(intents.classifier.labels))
         return await json_answer(response, 2 * most_intents * len(body.texts))
 
-    @app.get("/health")
-    async def health() -> bodies.Health:
+    async def health(self) -> bodies.Health:
         """Whether the process answers. It does not wait for rankings."""
         return bodies.Health(status="ok")
 
-    @app.get("/ready", responses=error_responses("not_ready"))
-    async def ready() -> bodies.Health:
+    async def ready(self) -> bodies.Health:
         """Whether a model is loaded and computes."""
-        if await service.problem():
+        if await self._service.problem():
             raise Refusal("not_ready", retry_after_s=1.0)
         return bodies.Health(status="ok")
 
-    @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
-    async def info() -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**service.champion().info(), **state()}
-
-    wire.add_routes(app, service, names)
-    if playground_opens != "none":  # last, as routes are tried in their order
-        playground.install(app, playground_opens)
-    return app
+        return {**self._service.champion().info(), **self._state()}
 
 
 def _values(answer: RankAnswer) -> int:

@@ -14,10 +14,10 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.parse import quote, urlsplit
 
 from cachetools import TTLCache
@@ -108,53 +108,46 @@ class Guard:
         if not self._has_lowered_priority:
             self._has_lowered_priority = True
             lower_priority()
-        began = time.monotonic()
-        headers = MutableHeaders(scope=scope)
-        request_id = sent_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
-        sender, state = "", scope.setdefault("state", {})
-        state["request_id"] = request_id
-        answer = _Answer(send, state, self._echoes_request_id or request_id != sent_id)
-        if scope["method"] == "HEAD":  # the server leaves the body out
-            scope = {**scope, "method": "GET"}
+        exchange = _Exchange(scope, receive, send, self._echoes_request_id)
         try:
-            sender = self._check_token(scope, headers)
-            SENDER.set(sender)
-            LIMITS.set(self._limits)
-            if scope["method"] in _METHODS_WITH_BODY:
-                self._check_rate(sender, began)
-            state["deadline"] = began + self._timeout_s(headers)
-            with self._holding() as hold:
-                body = await self._read_body(scope, headers, receive, hold)
-                read_at = time.monotonic()
-                try:
-                    if body is not None:
-                        if refusal := self._refusal(state["deadline"]):
-                            raise refusal  # before it is parsed
-                        body = self._decoded(headers, body, hold)
-                except Refusal as refusal:
-                    await errors.response(refusal)(scope, receive, answer)
-                else:
-                    await self._answer(scope, body, receive, answer)
+            await self._serve(exchange)
         except Refusal as refusal:
-            await _refuse_unread(refusal, receive, answer)
+            await exchange.refuse_unread(refusal)
         except asyncio.CancelledError:
-            answer.status = 499
+            exchange.status = 499
             raise
         except ClientDisconnect:
             return
         finally:
-            if "model" in state:
-                seconds = time.monotonic() - read_at
-                self._record_answer(state["model"], state["route"], answer.status, seconds)
-        if answer.status >= 400:
-            self._record_error(answer.status)
-        _access.info(
-            "%s %s %s %s %.1f ms%s", request_id, scope["method"], _logged_path(scope), answer.status,
-            1000 * (time.monotonic() - began), f" {sender}" if sender else "",
-        )  # fmt: skip
+            if "model" in exchange.state:
+                seconds = time.monotonic() - exchange.read_at
+                model, route = exchange.state["model"], exchange.state["route"]
+                self._record_answer(model, route, exchange.status, seconds)
+        if exchange.status >= 400:
+            self._record_error(exchange.status)
+        exchange.log()
+
+    async def _serve(self, exchange: _Exchange) -> None:
+        """Answers a request. Raises Refusal if it is refused before its body is read."""
+        scope, headers, began = exchange.scope, exchange.headers, exchange.began
+        exchange.sender = self._check_token(scope, headers)
+        SENDER.set(exchange.sender)
+        LIMITS.set(self._limits)
+        if scope["method"] in _METHODS_WITH_BODY:
+            self._check_rate(exchange.sender, began)
+        deadline = exchange.state["deadline"] = began + self._timeout_s(headers)
+        with self._holding() as hold:
+            body = await self._read_body(exchange, hold)
+            exchange.read_at = time.monotonic()
+            try:
+                if body is not None:
+                    if refusal := self._refusal(deadline):
+                        raise refusal  # before it is parsed
+                    body = self._decoded(headers, body, hold)
+            except Refusal as refusal:
+                await exchange.refuse(refusal)
+            else:
+                await self._answer(exchange, body)
 
     def _check_token(self, scope: Scope, headers: Headers) -> str:
         """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
@@ -187,26 +180,24 @@ class Guard:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
         return int(timeout_text) / 1000
 
-    async def _answer(
-        self, scope: Scope, body: bytes | None, receive: Receive, answer: _Answer
-    ) -> None:
+    async def _answer(self, exchange: _Exchange, body: bytes | None) -> None:
         """Lets the route answer, and answers for one that fails."""
         is_read = body is None
 
         async def receive_read() -> Message:
             nonlocal is_read
             if is_read:
-                return await receive()
+                return await exchange.receive()
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         try:
-            await self._app(dict(scope), receive_read, answer)
+            await self._app(dict(exchange.scope), receive_read, exchange.send)
         except Exception:
-            if answer.status:  # too late to say so
+            if exchange.status:  # too late to say so
                 raise
-            _log.exception("%s failed", _logged_path(scope))
-            await errors.response(Refusal("internal"))(scope, receive, answer)
+            _log.exception("%s failed", exchange.path)
+            await exchange.refuse(Refusal("internal"))
 
     @contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
@@ -228,10 +219,9 @@ class Guard:
         finally:
             self._held_bytes -= held
 
-    async def _read_body(
-        self, scope: Scope, headers: Headers, receive: Receive, hold: Callable[[int], None]
-    ) -> bytes | None:
+    async def _read_body(self, exchange: _Exchange, hold: Callable[[int], None]) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
+        scope, headers = exchange.scope, exchange.headers
         if scope["method"] not in _METHODS_WITH_BODY:
             return None
         length, most = headers.get("content-length", "")[:18], self._limits.body_bytes
@@ -245,7 +235,7 @@ class Guard:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                async for part in Request(scope, receive).stream():
+                async for part in Request(scope, exchange.receive).stream():
                     hold(len(part))
                     body += part
                     self._require_size(body)
@@ -278,22 +268,71 @@ class Guard:
             raise Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
 
 
-class _Answer:
-    """Sends the answer of a request with its id and its model. `status`: 0 until it begins."""
+class _Exchange:
+    """A request and its answer, which gets the request's id and the model."""
 
-    def __init__(self, send: Send, state: Mapping[str, Any], has_id: bool) -> None:
-        self._send, self._state, self._has_id = send, state, has_id
-        self.status = 0
+    def __init__(self, scope: Scope, receive: Receive, send: Send, echoes_request_id: bool) -> None:
+        self.began = self.read_at = time.monotonic()
+        self.receive, self._send = receive, send
+        self.headers = MutableHeaders(scope=scope)
+        sent_id = self.headers.get("x-request-id", "")
+        self._id = sent_id if _REQUEST_ID.fullmatch(sent_id) else uuid.uuid4().hex
+        # Serve logs it too, so it must not be a megabyte long.
+        self.headers["x-request-id"] = self._id
+        self._adds_id = echoes_request_id or self._id != sent_id
+        self.state = scope.setdefault("state", {})
+        self.state["request_id"] = self._id
+        # The server leaves the body of an answer to HEAD out.
+        self.scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        self.sender, self.status = "", 0
+        """Status of the answer; 0 until it begins."""
 
-    async def __call__(self, message: Message) -> None:
+    @property
+    def path(self) -> str:
+        """The path for the log, as a client writes it in a URL, truncated. The decoded path may hold line
+        ends and spaces, by which a client could write lines of the log itself."""
+        path = quote(self.scope["path"], safe=_SAFE_IN_PATHS, errors="replace")
+        return path[:_MAX_PATH_CHARACTERS]
+
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
-            if self._has_id:
-                headers["x-request-id"] = self._state["request_id"]
-            if "model" in self._state:
-                headers[MODEL] = self._state["model"]
+            if self._adds_id:
+                headers["x-request-id"] = self._id
+            if "model" in self.state:
+                headers[MODEL] = self.state["model"]
         await self._send(message)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        await errors.response(refusal)(self.scope, self.receive, self.send)
+
+    async def refuse_unread(self, refusal: Refusal) -> None:
+        """Refuses at once a request whose body is not read, and closes the connection a moment later.
+
+        Until then it reads what still comes: closing over unread bytes resets the connection, and a client
+        that is still sending would lose the answer.
+        """
+        response = errors.response(refusal)
+        response.headers["connection"] = "close"
+        status, headers = response.status_code, response.raw_headers
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": response.body, "more_body": True})
+        unread = _LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while unread > 0:
+                    message = await self.receive()
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        break
+                    unread -= len(message.get("body", b""))
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def log(self) -> None:
+        _access.info(
+            "%s %s %s %s %.1f ms%s", self._id, self.scope["method"], self.path, self.status,
+            1000 * (time.monotonic() - self.began), f" {self.sender}" if self.sender else "",
+        )  # fmt: skip
 
 
 def _encoding(headers: Headers) -> str:
@@ -303,36 +342,6 @@ def _encoding(headers: Headers) -> str:
 
 def _unsupported(header: str, allowed: str) -> Refusal:
     return Refusal("unsupported_media_type", f"{header}: allowed: {allowed}", header)
-
-
-async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
-    """Refuses at once a request whose body is not read, and closes the connection a moment later.
-
-    Until then it reads what still comes: closing over unread bytes resets the connection, and a client
-    that is still sending would lose the answer.
-    """
-    response = errors.response(refusal)
-    response.headers["connection"] = "close"
-    headers = response.raw_headers
-    await answer(
-        {"type": "http.response.start", "status": response.status_code, "headers": headers}
-    )
-    await answer({"type": "http.response.body", "body": response.body, "more_body": True})
-    unread = _LINGER_BYTES
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while unread > 0:
-                message = await receive()
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    break
-                unread -= len(message.get("body", b""))
-    await answer({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _logged_path(scope: Scope) -> str:
-    """The path as a client writes it in a URL, truncated. The decoded path may hold line ends and spaces, by
-    which a client could write lines of the log itself."""
-    return quote(scope["path"], safe=_SAFE_IN_PATHS, errors="replace")[:_MAX_PATH_CHARACTERS]
 
 
 def _needs_no_token(scope: Scope) -> bool:

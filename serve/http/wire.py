@@ -47,22 +47,80 @@ from serve.service import Service, Work
 
 def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> None:
     """Adds the routes of all these formats. `names`: those of the model, beside its fingerprint."""
+    formats = _Formats(service, names)
+    refusals = error_responses(*REFUSALS)
+    refusals_by_name = error_responses(*REFUSALS, "unknown_model")
+    ranking: dict[str, Any] = dict(responses=refusals_by_name, response_model_exclude_none=True)
+    embedding: dict[str, Any] = dict(
+        responses=refusals_by_name, response_model=bodies.EmbeddingsResponse
+    )
+    hugging_face: dict[str, Any] = dict(
+        responses=refusals, response_model=list[float] | list[list[float]]
+    )
+    cohere: dict[str, Any] = dict(
+        responses=refusals_by_name, response_model=bodies.TextsEmbedResponse
+    )
+    not_ready = error_responses("unauthorized", "not_ready")
+    no_model = error_responses("unauthorized", "unknown_model", "not_ready")
 
-    def require_served(model: str | None) -> None:
-        """Raises Refusal for a name of another model. None means the served one."""
-        served = [*names, service.champion().model.fingerprint]
-        if model is not None and model not in served:
-            message = f"model: not served here; there are: {', '.join(served)}"
-            raise Refusal("unknown_model", message, "model")
+    app.post("/rerank", **ranking)(formats.rerank)
+    app.post("/v1/rerank", **ranking)(formats.rerank_v1)
+    app.post("/v2/rerank", **ranking)(formats.rerank_v2)
+    app.post("/embed", responses=refusals, response_model=list[list[float]])(formats.embed)
+    app.post("/v1/embeddings", **embedding)(formats.embeddings)
+    app.post("/embeddings", include_in_schema=False)(formats.embeddings)  # infinity's route
+    app.post("/v1/embed", **cohere)(formats.embed_v1)
+    app.post("/v2/embed", **cohere)(formats.embed_v2)
+    app.get("/v1/models", responses=not_ready)(formats.models)
+    app.get("/models", include_in_schema=False)(formats.models)  # infinity's route
+    app.get("/v1/models/{id:path}", responses=no_model)(formats.model)
+    app.post("/", **hugging_face)(formats.hugging_face)
+    app.post("/similarity", responses=refusals)(formats.similarity)
 
-    async def rerank_documents(
-        body: bodies.DocumentsRerank, request: Request, version: str
+
+class _Formats:
+    """The answers of the routes."""
+
+    def __init__(self, service: Service, names: Sequence[str]) -> None:
+        self._service, self._names = service, names
+
+    async def rerank(
+        self, body: bodies.AnyRerank, request: Request
+    ) -> list[bodies.TextScore] | bodies.RerankResponse:
+        """TEI's format for `texts`, Jina's and infinity's for `documents`."""
+        if isinstance(body, bodies.DocumentsRerank):
+            return await self._rerank_documents(body, request, "1")
+        texts = body.texts
+        whole = "texts" if body.needs_whole_texts else ""
+        work = work_of(request, self._service)
+        best_first, _ = await _score(work, body.query, texts, bool(body.raw_scores), whole)
+        return [
+            bodies.TextScore(
+                index=place, score=score, text=texts[place] if body.return_text else None
+            )
+            for place, score in best_first[: body.top_n]
+        ]
+
+    async def rerank_v1(
+        self, body: bodies.DocumentsRerank, request: Request
     ) -> bodies.RerankResponse:
-        if names:
-            require_served(body.model)
+        """Jina's format, and version 1 of Cohere's."""
+        return await self._rerank_documents(body, request, "1")
+
+    async def rerank_v2(
+        self, body: bodies.DocumentsRerank, request: Request
+    ) -> bodies.RerankResponse:
+        """Version 2 of Cohere's format."""
+        return await self._rerank_documents(body, request, "2")
+
+    async def _rerank_documents(
+        self, body: bodies.DocumentsRerank, request: Request, version: str
+    ) -> bodies.RerankResponse:
+        if self._names:
+            self._require_served(body.model)
         texts = body.texts
         whole = "documents" if body.needs_whole_texts else ""
-        work = work_of(request, service)
+        work = work_of(request, self._service)
         best_first, tokens = await _score(work, body.query, texts, bool(body.raw_scores), whole)
         results = [
             bodies.DocumentScore(
@@ -91,53 +149,19 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
             meta=_meta(version, search_units=1),
         )
 
-    refusals = error_responses(*REFUSALS, "unknown_model")
-    reranking: dict[str, Any] = {"responses": refusals, "response_model_exclude_none": True}
-
-    @app.post("/rerank", **reranking)
-    async def rerank(
-        body: bodies.AnyRerank, request: Request
-    ) -> list[bodies.TextScore] | bodies.RerankResponse:
-        """TEI's format for `texts`, Jina's and infinity's for `documents`."""
-        if isinstance(body, bodies.DocumentsRerank):
-            return await rerank_documents(body, request, "1")
-        texts = body.texts
-        whole = "texts" if body.needs_whole_texts else ""
-        work = work_of(request, service)
-        best_first, _ = await _score(work, body.query, texts, bool(body.raw_scores), whole)
-        return [
-            bodies.TextScore(
-                index=place, score=score, text=texts[place] if body.return_text else None
-            )
-            for place, score in best_first[: body.top_n]
-        ]
-
-    @app.post("/v1/rerank", **reranking)
-    async def rerank_v1(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
-        """Jina's format, and version 1 of Cohere's."""
-        return await rerank_documents(body, request, "1")
-
-    @app.post("/v2/rerank", **reranking)
-    async def rerank_v2(body: bodies.DocumentsRerank, request: Request) -> bodies.RerankResponse:
-        """Version 2 of Cohere's format."""
-        return await rerank_documents(body, request, "2")
-
-    @app.post("/embed", responses=error_responses(*REFUSALS), response_model=list[list[float]])
-    async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
+    async def embed(self, body: bodies.EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        work = work_of(request, service, service.champion())
+        work = work_of(request, self._service, self._service.champion())
         vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
         if body.normalize is not False:
             vectors_ND = F.normalize(vectors_ND, dim=1)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
-    @app.post("/embeddings", include_in_schema=False)  # infinity's route
-    @app.post("/v1/embeddings", responses=refusals, response_model=bodies.EmbeddingsResponse)
-    async def embeddings(body: bodies.EmbeddingsRequest, request: Request) -> Response:
+    async def embeddings(self, body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        if names:
-            require_served(body.model)
-        work = work_of(request, service, service.champion())
+        if self._names:
+            self._require_served(body.model)
+        work = work_of(request, self._service, self._service.champion())
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         if body.normalized is not False:
             vectors_ND = F.normalize(vectors_ND, dim=1)
@@ -155,12 +179,20 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
 
         return await json_answer(response, vectors_ND.numel())
 
-    async def embed_texts(
-        body: bodies.TextsEmbedRequest, request: Request, version: str
+    async def embed_v1(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
+        """Version 1 of Cohere's format, to vectors of length 1."""
+        return await self._embed_texts(body, request, "1")
+
+    async def embed_v2(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
+        """Version 2 of Cohere's format, to vectors of length 1."""
+        return await self._embed_texts(body, request, "2")
+
+    async def _embed_texts(
+        self, body: bodies.TextsEmbedRequest, request: Request, version: str
     ) -> Response:
-        if names:
-            require_served(body.model)
-        work = work_of(request, service, service.champion())
+        if self._names:
+            self._require_served(body.model)
+        work = work_of(request, self._service, self._service.champion())
         vectors_ND, tokens = await _encode_texts(work, "texts", body.texts, body)
         by_type = body.embedding_types is not None or version == "2"
         types: list[bodies.VectorType] = body.embedding_types or ["float"]
@@ -180,59 +212,45 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
 
         return await json_answer(response, vectors_ND.numel())
 
-    embedding: dict[str, Any] = {
-        "responses": refusals,
-        "response_model": bodies.TextsEmbedResponse,
-    }
-
-    @app.post("/v1/embed", **embedding)
-    async def embed_v1(body: bodies.TextsEmbedRequest, request: Request) -> Response:
-        """Version 1 of Cohere's format, to vectors of length 1."""
-        return await embed_texts(body, request, "1")
-
-    @app.post("/v2/embed", **embedding)
-    async def embed_v2(body: bodies.TextsEmbedRequest, request: Request) -> Response:
-        """Version 2 of Cohere's format, to vectors of length 1."""
-        return await embed_texts(body, request, "2")
-
-    def card(name: str) -> bodies.ModelCard:
-        created_at = service.champion().model.manifest["created_at"]
-        created = int(datetime.fromisoformat(created_at).timestamp())
-        return bodies.ModelCard(id=name, created=created)
-
-    @app.get("/models", include_in_schema=False)  # infinity's route
-    @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
-    async def models() -> bodies.ModelList:
+    async def models(self) -> bodies.ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
-        fingerprint = service.champion().model.fingerprint
-        return bodies.ModelList(data=[card(name) for name in (fingerprint, *names)])
+        names = (self._fingerprint, *self._names)
+        return bodies.ModelList(data=[self._card(name) for name in names])
 
-    @app.get(
-        "/v1/models/{id:path}",
-        responses=error_responses("unauthorized", "unknown_model", "not_ready"),
-    )
-    async def model(id: str) -> bodies.ModelCard:
+    async def model(self, id: str) -> bodies.ModelCard:
         """The model of this id, in OpenAI's format."""
-        require_served(id)
-        return card(id)
+        self._require_served(id)
+        return self._card(id)
 
-    @app.post(
-        "/", responses=error_responses(*REFUSALS), response_model=list[float] | list[list[float]]
-    )
-    async def hugging_face(body: bodies.HuggingFaceRequest, request: Request) -> Any:
+    async def hugging_face(self, body: bodies.HuggingFaceRequest, request: Request) -> Any:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, bodies.EmbedRequest):
-            return await embed(body, request)
-        return await similarity(body, request)
+            return await self.embed(body, request)
+        return await self.similarity(body, request)
 
-    @app.post("/similarity", responses=error_responses(*REFUSALS))
-    async def similarity(body: bodies.SimilarityRequest, request: Request) -> list[float]:
+    async def similarity(self, body: bodies.SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
-        work = work_of(request, service)
+        work = work_of(request, self._service)
         best_first, _ = await _score(work, sentence, others, raw_scores=True)
         return [score for _, score in sorted(best_first)]
+
+    @property
+    def _fingerprint(self) -> str:
+        return self._service.champion().model.fingerprint
+
+    def _require_served(self, model: str | None) -> None:
+        """Raises Refusal for a name of another model. None means the served one."""
+        served = [*self._names, self._fingerprint]
+        if model is not None and model not in served:
+            message = f"model: not served here; there are: {', '.join(served)}"
+            raise Refusal("unknown_model", message, "model")
+
+    def _card(self, name: str) -> bodies.ModelCard:
+        created_at = self._service.champion().model.manifest["created_at"]
+        created = int(datetime.fromisoformat(created_at).timestamp())
+        return bodies.ModelCard(id=name, created=created)
 
 
 def sigmoid(score: float) -> float:

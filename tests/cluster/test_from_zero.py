@@ -75,6 +75,7 @@ def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(lo
         Actors(cpus_per_actor=3).count(9)
 
 
+@pytest.mark.long  # 24 s on two slow cores; the test of an empty cluster compares, too
 def test_a_cluster_makes_what_one_process_makes(run_job, run_job_here, sample_files, tmp_path):
     folder = sample_files / "convai2"
     command = ("prepare_corpus", "--corpus", "convai2", "--input", folder, "--output")

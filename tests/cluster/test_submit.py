@@ -63,8 +63,8 @@ def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp
         "job": "submit", "name": "first", "submitted": True, "status": "SUCCEEDED", "files": 0, "bytes": 0,
         "entrypoint": "python -m jobs.workflow steps.yaml", "environment": ["POLYRANK_GIT_REVISION"],
     }  # fmt: skip
-    taken = refusal(send("--name", "first", "--", *job))
-    assert taken == "--name first: first is SUCCEEDED; choose another name"
+    again = send("--name", "first", "--", *job).summary
+    assert (again["name"], again["submitted"], again["status"]) == ("first", False, "SUCCEEDED")
 
 
 @pytest.mark.long  # 35 s on two slow cores
@@ -94,7 +94,9 @@ def test_a_job_whose_process_dies_is_sent_again(send, dies, tmp_path):
 def test_a_wrong_address_and_another_ray_are_one_line_each(send, monkeypatch):
     job = ("--", "inspect", "--corpus", "s3://lake/x")
     nobody = f"http://127.0.0.1:{free_port()}"
-    assert refusal(send(*job, address=nobody)).startswith(f"--address {nobody}: no cluster answers")
+    alone = send(*job, address=nobody)
+    assert f"--address {nobody}: no cluster answers" in alone.stderr and alone.code == 1
+    assert refusal(send(*job, address="head:8265")).startswith("--address head:8265: ")
     monkeypatch.setattr("ray.__version__", "9.9.9")
     assert "this machine 9.9.9; allowed: the same version" in refusal(send(*job))
 
@@ -236,6 +238,7 @@ class Cluster:
     """A client of a cluster whose connections end as they are told to: by an error, or quietly."""
 
     OUTPUT = "first line\nsecond line\nthird line\n"
+    CODE = 0
 
     def __init__(self, *ends: tuple[int, Exception | None], status: str = "SUCCEEDED") -> None:
         self._ends = list(ends)
@@ -251,10 +254,78 @@ class Cluster:
 
     def get_job_info(self, name):
         status = SimpleNamespace(value="RUNNING" if self._ends else self._status)
-        return SimpleNamespace(status=status, driver_exit_code=0, message="")
+        return SimpleNamespace(status=status, driver_exit_code=self.CODE, message="")
 
     def get_job_logs(self, name):
         return self.OUTPUT
+
+
+NIGHT = submit.Config(command=("inspect", "--corpus", "s3://c"), name="night", wait=True)
+COMMAND = "python -m jobs.inspect --corpus s3://c"
+
+
+@pytest.fixture
+def joined(monkeypatch) -> Callable[..., None]:
+    """`joined(client, (id, status, command), …)`: jobs.submit finds this cluster, with these jobs."""
+
+    def join(client: Cluster, *jobs: tuple[str, str, str]) -> None:
+        client.list_jobs = lambda: [
+            SimpleNamespace(submission_id=job_id, status=SimpleNamespace(value=status), entrypoint=command)
+            for job_id, status, command in jobs
+        ]  # fmt: skip
+        monkeypatch.setattr(submit, "_connect", lambda address: client)
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("statuses", "job_id", "output"),
+    [
+        (["RUNNING"], "night", Cluster.OUTPUT),
+        (["FAILED", "PENDING"], "night-2", Cluster.OUTPUT),
+        (["SUCCEEDED"], "night", ""),
+    ],
+)
+def test_another_try_of_a_scheduler_sends_no_run_twice(joined, capsys, statuses, job_id, output):
+    """Such as of a pod that was evicted, while its run went on."""
+    ids = ("night", "night-2")
+    joined(
+        Cluster(), *((name, status, COMMAND) for name, status in zip(ids, statuses, strict=False))
+    )
+    summary = submit.run(NIGHT)
+    assert (summary["name"], summary["submitted"], summary["status"]) == (
+        job_id,
+        False,
+        "SUCCEEDED",
+    )
+    assert capsys.readouterr().out == output
+
+
+def test_the_id_of_another_command_is_refused(joined):
+    joined(Cluster(), ("night", "RUNNING", "python -m jobs.inspect --corpus s3://other"))
+    with pytest.raises(BadInput, match=r"night is RUNNING, and is `.*s3://other`; choose another"):
+        submit.run(NIGHT)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said", "exit_code"),
+    [
+        ('{"job": "inspect", "exit_code": 2, "error": "s3://c: not a corpus"}\n', 2,
+         "night: FAILED: s3://c: not a corpus", 2),
+        ("Killed\n", 137, "night: FAILED, its process died (exit code 137, start 3 of 3)", 1),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_a_scheduler_s_log_says_why(joined, output, code, said, exit_code):
+    class Failing(Cluster):
+        OUTPUT, CODE = output, code
+
+        def submit_job(self, **_):
+            pass
+
+    joined(Failing(status="FAILED"))
+    with pytest.raises(Stopped) as failed:
+        submit.run(NIGHT)
+    assert (str(failed.value), failed.value.exit_code) == (said, exit_code)
 
 
 @pytest.mark.parametrize(
@@ -415,11 +486,12 @@ def test_a_head_in_its_first_seconds_is_asked_again(now, refusals, is_taken):
             raise left.pop()
         taken.append(submission_id)
 
-    head = SimpleNamespace(list_jobs=list, submit_job=submit_job)
+    head = SimpleNamespace(submit_job=submit_job)
     parcel = submit._Parcel("python -m jobs.inspect", {}, {})
     if is_taken:
-        assert submit._submit(head, "night", parcel) == "night" and taken == ["night"]
+        submit._submit(head, "night", parcel)
+        assert taken == ["night"]
     else:
-        with pytest.raises(BadInput, match=r"--name night: not taken .*No available agent"):
+        with pytest.raises(Stopped, match=r"--name night: not taken .*No available agent"):
             submit._submit(head, "night", parcel)
         assert 60 <= now[0] < 65

@@ -12,7 +12,7 @@ import pytest
 
 from jobs import cluster as ray_cluster
 from jobs import deploy, submit
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from tests.helpers import free_port
 
 
@@ -97,9 +97,11 @@ def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock, cluster):
 def test_where_no_cluster_listens_it_is_one_line_and_no_wait(address):
     address = address.format(free_port())
     told = rf"^RAY_ADDRESS {address}: no cluster answers \(Connection refused\)$"
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(Stopped, match=told):  # which may pass: exit code 1
         ray_cluster._start_ray(address, {})
     url = f"http://127.0.0.1:{free_port()}"
     told = rf"^--address {url}: no cluster answers \(\[Errno 111\] Connection refused\)$"
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(Stopped, match=told):
         submit._connect(url)
+    with pytest.raises(BadInput, match=r"^--address head:8265: "):  # no scheme
+        submit._connect("head:8265")

@@ -139,7 +139,7 @@ def test_a_table_without_a_text_is_read_by_its_only_column_with_a_usual_name(emb
 
 @pytest.mark.parametrize(("contents", "message"), [
     ("", "no text to embed"),
-    ('{"id": 1, "text": " "}\n', "no text to embed ({'text is empty': 1})"),
+    ('{"id": 1, "text": " "}\n', "no text to embed (1 text is empty)"),
     ('{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed; allowed: the col"),
 ])  # fmt: skip
 def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, contents, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlflow
@@ -25,6 +26,7 @@ from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
 from pipeline.models import inference, interop, sources
+from pipeline.models.encoder import Encoder
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncation
 from pipeline.pools.pool import Pool
@@ -131,6 +133,22 @@ def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_
     models = [*(open_artifact(str(copy), "ranker") for copy in copies), tiny_ranker("bi")]
     assert list(evaluate_job.models_by_name(models)) == ["poly-64", "poly-360", "bi"]
     assert list(evaluate_job.models_by_name(models[1:])) == ["poly", "bi"]
+
+
+def test_every_model_is_loaded_once(evaluate, tiny_ranker, monkeypatch):
+    """For its name, its rows and its mean with others, the latency, and the lengths of its texts."""
+    load, loaded = Encoder.load.__func__, list[str]()
+
+    def count(cls: type[Encoder], folder: Path) -> Encoder:
+        loaded.append(str(folder))
+        return load(cls, folder)
+
+    monkeypatch.setattr(Encoder, "load", classmethod(count))
+    options = ("--max-examples", 10, "--together", "true", "--latency-queries", 2)
+    done = evaluate(*options, "--baselines", "false", models=["bi", "cross"])
+    assert list(done.summary["table"]) == ["bi", "cross", "bi + cross"]
+    towers = [tiny_ranker("bi").uri] * 2 + [tiny_ranker("cross").uri]
+    assert sorted(str(Path(folder).parent) for folder in loaded) == sorted(towers)
 
 
 def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_corpus):
@@ -319,7 +337,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     assert list(table) == ["chance", "tf-idf", "bm25", "untrained context", "bi"]
     (least,) = done.summary["least_scores"].values()
     assert least["right"] <= 0.05
-    assert f"bi: below a score of {least['score']:.4g} lie" in done.stdout
+    assert f"bi: to show no answer below a score of {least['score']:.4g} hides" in done.stdout
 
     published = interop.load(tmp_path / "published" / "context", 0, 0)
     corpus = open_artifact("corpus", "corpus")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import ray
@@ -122,6 +123,30 @@ def test_a_job_whose_reader_is_killed_ends_without_a_word(tmp_path, work, code, 
     said = (tmp_path / "errors").read_text()
     assert said.splitlines()[-1:] == lines
     assert "BrokenPipe" not in said and said.count("Traceback") == ("Zero" in said)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    pass
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "When listing 'a' in bucket 'b': AWS Error SLOW_DOWN during ListObjectsV2 operation: m",
+        "s3://b/a: Generic S3 error: Server returned non-2xx status code: 500 Internal Server Error",
+    ],
+)  # fmt: skip
+def test_a_store_that_fails_for_longer_than_all_retries_is_one_line(monkeypatch, capfd, said):
+    def run(config):
+        raise OSError(said)
+
+    monkeypatch.setattr(sys, "argv", ["inspect"])
+    with pytest.raises(SystemExit) as ended:
+        program.main(Nothing, run, "inspect")
+    assert ended.value.code == 1
+    expected = f"the object store fails: {said}; the same command resumes when it can"
+    assert capfd.readouterr().err == f"python -m jobs.inspect: {expected}\n"
 
 
 def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_path):

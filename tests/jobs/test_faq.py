@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModel
 from jobs import convert_model, faq
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
-from tests.helpers import INTERRUPTED, free_port
+from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 CARDS = [f"your card number {at} is in the post" for at in range(30)]
@@ -74,6 +75,11 @@ def interrupted(process: subprocess.Popen[str]) -> Iterator[list[str]]:
         process.communicate()
 
 
+def verbs_in(lines: list[str]) -> list[str]:
+    """The jobs of the steps."""
+    return [line.split(": polyrank ")[1].split()[0] for line in lines if line.startswith("== ")]
+
+
 def rank(port: int, context: str) -> list[dict]:
     body = json.dumps({"context": context, "pool": "answers", "top_k": 30}).encode()
     headers = {"content-type": "application/json"}
@@ -90,35 +96,46 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     with interrupted(process := command("--port", port)) as lines:
         said = "".join(lines)
         assert {result["text"] for result in rank(port, "where is card 7 ?")} == {*CARDS}
-    assert "\nright first, of " in said
-    assert process.returncode == INTERRUPTED
-    assert lines[0].startswith("questions are the column 'Question', answers 'Answer'; --question")
+    assert "\nthe right answer first, among all answers, for " in said
+    assert process.returncode == 0
+    assert lines[0].startswith(
+        "questions: column 'Question'; answers: column 'Answer' (--question and"
+    )
     assert lines[1].startswith("120 rows have 30 answers, 4.0 questions for each: trains (")
-    steps = [
-        "prepare_corpus",
-        "convert_model",
-        "evaluate",
-        "finetune",
-        "evaluate",
-        "embed_pool",
-        "serve",
-    ]
-    printed = [line.split(": polyrank ")[1] for line in lines if line.startswith("== ")]
-    assert [line.split()[0] for line in printed] == steps
-    assert "--model my/ranker --candidates faq.csv --embed.text-column Answer" in printed[5]
+    steps = ["prepare_corpus", "finetune", "evaluate", "embed_pool", "serve"]
+    assert verbs_in(lines) == steps
+    assert "--model my/ranker --candidates faq.csv --embed.text-column Answer" in said
     assert f"the playground:  http://127.0.0.1:{port}/\n" in said
     made = open_artifact(str(tmp_path / "my" / "ranker"), "ranker").fingerprint
 
-    with interrupted(command("--port", port)) as lines:
-        assert "".join(lines).count('"already_done": true') == 4
-    assert open_artifact(str(tmp_path / "my" / "ranker"), "ranker").fingerprint == made
+    with interrupted(service := command("--port", port)) as lines:
+        assert "".join(lines).count('"already_done": true') == 3
+        steps.remove("evaluate")  # its result is read
+        assert verbs_in(lines) == steps
+        assert open_artifact(str(tmp_path / "my" / "ranker"), "ranker").fingerprint == made
 
-    (tmp_path / "faq.csv").write_text("Question,Answer\nhow ?,so\n" + TABLE)
-    output, _ = (process := command("--port", port)).communicate()
-    assert process.returncode == 2
-    pool = "polyrank embed_pool --model my/ranker --candidates faq.csv --embed.text-column Answer"
-    assert "faq.csv: not as it was when my/corpus was made. To embed its new answers" in output
-    assert f"without training: {pool}" in output and "To begin anew: --work my-2" in output
+        (tmp_path / "faq.csv").write_text("Question,Answer\nhow ?,so\n" + TABLE)
+        output, _ = (process := command("--port", port)).communicate()
+        assert process.returncode == 0
+        assert "faq.csv has changed since my/corpus was made: my/ranker embeds it, wi" in output
+        assert f"a service of this folder at port {port} follows within seconds" in output
+        wait_until(lambda: "so" in {result["text"] for result in rank(port, "how ?")}, service)
+
+
+def test_a_changed_table_needs_a_model_and_the_folder_is_of_one_table(tmp_path, run_job_here):
+    first, second = tmp_path / "faq.csv", tmp_path / "other.csv"
+    for table in (first, second):
+        table.write_text("question,answer\nhow ?,so\nwhen ?,now\n")
+    work = tmp_path / "my"
+    shares = ("--pairs.shares", "1", "0", "0")
+    corpus = ("--format", "pairs", "--input", first, *shares, "--output", work / "corpus")
+    assert run_job_here("prepare_corpus", *corpus).code == 0
+    refused = run_job_here("faq", second, "--work", work).refusal
+    assert f"--work {work}: holds what was made of {first}; allowed: a folder of its" in refused
+    first.write_text("question,answer\nhow ?,so\nwhere ?,here\n")
+    refused = run_job_here("faq", first, "--work", work).refusal
+    assert f"{first} has changed since {work}/corpus was made, and there is no model yet" in refused
+    assert refused.endswith(f"to train anew: --work {work}-2")
 
 
 @pytest.mark.long
@@ -131,8 +148,7 @@ def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(co
     with interrupted(command(*options)) as lines:
         assert len(rank(port, "where is 7 ?")) == 20
     assert lines[1].startswith("20 rows have 20 answers, 1.0 questions for each: serves the enc")
-    verbs = [line.split(": polyrank ")[1].split()[0] for line in lines if line.startswith("== ")]
-    assert verbs == ["prepare_corpus", "convert_model", "evaluate", "embed_pool", "serve"]
+    assert verbs_in(lines) == ["prepare_corpus", "convert_model", "evaluate", "embed_pool", "serve"]
     # Nothing is trained, so the many questions of train/ are new.
     assert any("examples of train/ are asked" in line for line in lines)
 
@@ -170,8 +186,8 @@ def test_rows_without_a_side_and_questions_with_several_answers_are_said(
     _, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
     assert reason.startswith("3 rows have 2 answers, 1.5 questions for each")
     said = capsys.readouterr().out
-    assert "2 rows lack a question or an answer and are left out" in said
-    assert "1 questions have several answers, such as 'how ?'; all are kept" in said
+    assert "rows without a question or an answer, left out: 2" in said
+    assert "questions with several answers, such as 'how ?': 1; all are kept" in said
 
 
 def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, run_job_here, capfd):
@@ -182,14 +198,14 @@ def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, ru
     faq._decide(config, [config.table], faq._table_format(config, [config.table]))
     said = capfd.readouterr().out
     assert (
-        "1 rows cannot be read and are left out: 1 more or fewer fields than columns (lines 302; "
+        "rows that cannot be read: 1 of 301, left out: 1 more or fewer fields than columns (lines 302; "
         in said
     )
-    assert "300 answers contain HTML, such as <p>; it is embedded and shown as it is" in said
+    assert "answers with HTML, such as <p>: 300; it is embedded and shown as it is" in said
     table.write_text("".join(["question,answer\n", *rows[:90], "when ?,now, or later\n" * 5]))
     refused = run_job_here("faq", table, "--dry-run").refusal
     assert (
-        "faq.csv: 5 of 95 rows cannot be read: 5 more or fewer fields than columns (lines 92, 93, 94 and"
+        "faq.csv: rows that cannot be read: 5 of 95: 5 more or fewer fields than columns (lines 92, 93,"
         in refused
     )
 
@@ -197,30 +213,45 @@ def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, ru
 def test_a_table_with_one_answer_is_refused(run_job_here, tmp_path):
     (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\nwhen ?,so\n")
     refused = run_job_here("faq", tmp_path / "faq.csv", "--dry-run").refusal
-    assert "faq.csv: has 1 different answers; allowed: 2 or more" in refused
+    assert "faq.csv: different answers: 1; allowed: 2 or more" in refused
 
 
 @pytest.mark.parametrize(("shares", "best", "counts"), [
-    ((0.5, 0.75), "ranker", "untrained 12 (14 among the first three), trained 18 (20 among"),
-    ((0.75, 0.5), "untrained", "untrained 18 (20 among the first three), trained 12 (14 among"),
-    ((0.5, 0.5), "ranker", "untrained 12 ("),
-    ((0.58, 0.5), "ranker", "untrained 14 ("),
-    ((0.5,), "untrained", "untrained 12 (14 among the first three)"),
+    ((0.5, 0.75), "ranker", {"untrained": (12, 14), "trained": (18, 20)}),
+    ((0.75, 0.5), "untrained", {"untrained": (18, 20), "trained": (12, 14)}),
+    ((0.5, 0.5), "ranker", {"untrained": (12, 14), "trained": (12, 14)}),
+    ((0.58, 0.5), "ranker", {"untrained": (14, 16), "trained": (12, 14)}),
+    ((0.5,), "ranker", {"trained": (12, 14)}),  # an encoder that jobs.evaluate cannot ask
 ])  # fmt: skip
 def test_the_model_that_answers_more_questions_is_served(shares, best, counts):
-    least = {"score": 7.5, "right": 0.05, "wrong": 0.5, "absent": 0.6}
-    steps = [
-        {"job": "evaluate", "examples": 24,
-         "table": {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": r, "R@3/9": r + 0.1}},
-         "least_scores": {"bi": {**least, "score": 100 * r}}}
-        for r in shares
-    ]  # fmt: skip
-    model, line = faq._best_model(steps)
-    served = shares[["untrained", "ranker"].index(best)]
-    said = f". Below a score of {100 * served:.4g} lie 5% of the right"
-    assert (said in line) == (len(shares) > 1)
+    names = ("untrained tiny", "bi")[-len(shares) :]
+    rows = {name: {"R@1/9": r, "R@3/9": r + 0.1} for name, r in zip(names, shares, strict=True)}
+    table = {"bm25": {"R@1/9": 0.9}, **rows}
+    model, text = faq._best_model({"examples": 24, "split": "valid", "table": table})
     assert model == best
-    assert f"of 24 questions of the table, among all answers: {counts}" in line
+    lines = text.splitlines()
+    assert lines[0].endswith("for 24 questions that no model has seen:")
+    found = [
+        re.fullmatch(r"   (\w+) +(\d+), among the first three (\d+)", line) for line in lines[1:-1]
+    ]
+    assert {said[1]: (int(said[2]), int(said[3])) for said in found if said} == counts
+
+
+def test_without_training_the_answers_texts_are_asked():
+    table = {"bm25": {"R@1/9": 0.9}, "bi": {"R@1/9": 0.5, "R@3/9": 0.6}}
+    model, line = faq._best_model({"examples": 24, "split": "train", "table": table})
+    assert model == "untrained"
+    assert (
+        "for 24 questions of the table, by the texts of the answers alone:\n   untrained   12, "
+        in line
+    )
+
+
+def test_scores_that_are_too_low_are_said_of_a_pool_that_knows_no_asked_question():
+    least = {"score": 7.5, "right": 0.05, "wrong": 0.5, "absent": 0.6}
+    said = faq._least_score_hint({"split": "valid", "least_scores": {"bi": least}})
+    assert said.startswith("\nto show no answer below a score of 7.5 hides 5% of the right")
+    assert faq._least_score_hint({"split": "train", "least_scores": {"bi": least}}) == ""
 
 
 def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):

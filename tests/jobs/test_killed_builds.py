@@ -7,15 +7,14 @@ import json
 import shutil
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
 
-from jobs import embed_pool
 from pipeline import storage
-from pipeline.models import inference
+from pipeline.models import inference, precision
 from pipeline.models.precision import NUMERICS
-from pipeline.pools import candidates, embed, inputs, plan, promotion
-from pipeline.pools import versions as versions_module
+from pipeline.pools import candidates, plan, promotion
 from pipeline.pools.pool import Pool
 from tests.jobs.nights import (
     EXACT,
@@ -100,8 +99,7 @@ def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
 @pytest.mark.processor
 def test_a_pool_of_other_numerics_is_embedded_anew(night, first_night, pools, monkeypatch):
     first = first_night()
-    for module in (embed_pool, embed, inputs, versions_module):
-        monkeypatch.setattr(module, "NUMERICS", NUMERICS + 1)
+    monkeypatch.setattr(precision, "NUMERICS", NUMERICS + 1)
     with monkeypatch.context() as patch:
         stop_after(0, patch)
         interrupted(night(FIRST))
@@ -118,7 +116,7 @@ def test_a_build_is_resumed_with_the_same_numerics_only(night, monkeypatch, mode
         stop_after(3, patch)
         interrupted(night(FIRST, *options))
     model_texts.clear()
-    monkeypatch.setattr(embed, "NUMERICS", NUMERICS + 1)
+    monkeypatch.setattr(precision, "NUMERICS", NUMERICS + 1)
     night(FIRST, *options)
     assert len(model_texts) == 30
 
@@ -265,6 +263,20 @@ def test_a_killed_build_stays_until_so_many_newer_versions_as_are_kept(night, po
     for number in range(2):
         night(FIRST | {"0": f"night {number}"}, "--keep", 2)
         assert (killed in versions(pools)) == (number == 0)
+
+
+def test_the_run_of_a_killed_build_ends_when_nobody_can_resume_it(night, pools, monkeypatch):
+    """Of one that was killed with -9: nothing of it could say so to MLflow."""
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE))
+    (note,) = pools.glob("p/*.partial/_run.json")
+    run_id, client = json.loads(note.read_text())["run_id"], mlflow.MlflowClient()
+    client.update_run(run_id, "RUNNING")
+    night(FIRST, "--keep", 2)
+    assert client.get_run(run_id).info.status == "RUNNING"  # the same command resumes
+    night(FIRST | {"0": "another night"}, "--keep", 2)
+    assert client.get_run(run_id).info.status == "KILLED"
 
 
 def test_canaries_that_are_named_when_a_build_goes_on_are_asked(night, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,7 @@ def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole
     assert {name: text for name, (text, _) in after.items()} == changed(FIRST)
     for name in set(after) - {"5", "new"}:
         assert after[name] == before[name]  # to the bit
-    (pools / "p" / "CURRENT").unlink()
-    storage.delete(second["output"])
+    storage.delete(str(pools))
     whole = night(changed(FIRST)).summary
     assert embedded(whole) == 29
     for name, (_, vector) in contents(whole["output"]).items():
@@ -286,6 +286,52 @@ def test_a_night_leaves_current_that_has_moved_while_it_was_building(
         assert night(changed(FIRST)).summary["version"] == third == current(pools)
     else:
         assert f"{first} stays CURRENT: it is pinned" in finished.stdout
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\0" * 15, b"\xff\xfe", b"v-gone\n"])
+def test_a_current_that_names_no_version_costs_no_vector_and_no_gate(
+    night, first_night, pools, damage
+):
+    """As a power cut or a person may leave it. It was once taken for that of a pool without versions."""
+    first_night()
+    second = night(changed(FIRST)).summary["version"]
+
+    def lose() -> None:
+        file = pools / "p" / "CURRENT"
+        file.write_bytes(damage) if damage is not None else file.unlink()
+
+    lose()
+    assert night(dict(reversed(changed(FIRST).items()))).summary["already_done"]
+    assert current(pools) == second
+    lose()
+    refused = night({"1": FIRST["1"]})
+    assert f"compares with the newest one, {second}" in refused.stdout
+    assert f"28 of the 29 ids of {second} are gone" in stopped(refused)
+    third = night(changed(FIRST) | {"third": "third night"}).summary
+    assert third["plan"] == {"new": 1, "changed": 0, "same": 29, "gone": 0}
+    assert embedded(third) == 1
+    assert current(pools) == third["version"]
+
+
+def test_a_model_that_is_replaced_during_a_night_makes_no_version(
+    night, pools, tiny_ranker, tmp_path, monkeypatch
+):
+    """Nodes that start later read another model than the one that the version would name."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_ranker("poly").uri, model)
+    write = embedder.build.write_shard
+
+    def replace_then_write(*arguments):
+        shutil.rmtree(model)
+        shutil.copytree(tiny_ranker("poly", seed=1).uri, model)
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder.build, "write_shard", replace_then_write)
+        line = stopped(night(FIRST, model=str(model)))
+    assert f"--model {model}: has changed while it was read" in line
+    assert versions(pools) == []
+    assert embedded(night(FIRST, model=str(model)).summary) == 30
 
 
 # Versions

@@ -129,9 +129,19 @@ def test_the_version_that_was_current_before_is_not_removed(embed, pools, move, 
 @pytest.mark.parametrize("option", [(), ("--rollback",)])
 def test_a_pool_that_is_not_there_is_refused_and_not_made(run_job_here, tmp_path, option):
     refused = run_job_here("promote", "--pools", tmp_path / "none", "--name", "p", *option)
-    said = f"pool p: {tmp_path / 'none'} has no such pool, or no CURRENT version"
+    said = f"pool p: {tmp_path / 'none'} has no such pool, or no version of it"
     assert refused.refusal == f"python -m jobs.promote: {said}"
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("names_nothing", [True, False])
+def test_a_pool_whose_current_is_lost_is_mended(move, pools, names_nothing):
+    folder, (first, second, third) = pools
+    file = folder / "replies" / "CURRENT"
+    file.write_bytes(b"\0" * 15) if names_nothing else file.unlink()
+    assert f"newest first: {third}, {second}, {first}" in move("--pin").refusal
+    assert move("--version", third).summary["pool"]["version"] == third
+    assert current_name(str(folder), "replies") == third
 
 
 def test_a_version_that_does_not_open_is_refused(move, pools):

@@ -150,6 +150,28 @@ def test_a_database_that_is_away_ends_a_job(prepare, use_server):
     assert "secret" not in done.stderr
 
 
+@pytest.mark.parametrize("address", [
+    "http://127.0.0.1:99999", "http://127.0.0.1:port", "http://[::1", " http://127.0.0.1:1", "http://",
+])  # fmt: skip
+def test_an_address_that_names_no_server_is_refused(prepare, use_server, address):
+    said = f"MLFLOW_TRACKING_URI: {address!r} is not allowed; allowed: such as http://host:5000"
+    use_server(address)
+    assert_one_line(prepare(), 2, said)
+
+
+def test_a_token_with_a_line_end_is_not_shown(prepare, use_server, answering, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret\n")
+    use_server(answering(200, "{}"))
+    done = prepare()
+    assert_one_line(done, 1, "return character(s) in header value; no line ends", "_TRACKING_TOKEN")
+    assert "secret" not in done.stderr
+
+
+def test_a_server_of_something_else_is_named(prepare, use_server, answering):
+    use_server(answering(200, '{"hello": 1}'))
+    assert_one_line(prepare(), 2, "deleted experiment ''", "; the server may not be MLflow's")
+
+
 @pytest.mark.parametrize(("verb", "options"), [
     ("search", ("--model", "models:/a@champion", "--pool", "pools/p", "--context", "hello")),
     ("promote", ("--model", "a")),

@@ -491,7 +491,7 @@ def test_a_ranker_without_its_training_state_cannot_be_continued(refused, traine
 # Compiled
 
 
-@pytest.mark.slow
+@pytest.mark.long  # 23 s on two slow cores, most of them torch's compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler hides it otherwise
 def test_a_compiled_run_that_was_killed_ends_with_the_same_weights(
     convai2_corpus, encoder, tmp_path, monkeypatch

@@ -15,6 +15,7 @@ from jobs import workflow
 from jobs.workflow import read_steps
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora import author_key
+from pipeline.engine import executors
 from tests.helpers import INTERRUPTED, job_command
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,15 @@ def test_a_job_whose_process_dies_is_started_again(tmp_path, dies, capfd):
     printed = capfd.readouterr().err
     assert "step only: its process died (exit code 2, start 1 of 3)" in printed
     assert "step only: its process died (exit code -9, start 2 of 3)" in printed
+
+
+def test_jobs_run_where_their_tasks_run(tmp_path, dies, capfd):
+    (tmp_path / "w.yaml").write_text(ONE_JOB)
+    dies("submit", *[-9] * 9)  # a process of its own would die
+    with executors.in_this_process():
+        (step,) = run(tmp_path / "w.yaml")["steps"]
+    assert (step["job"], step["submitted"]) == ("submit", False)
+    assert '{"job": "submit"' in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("codes", "deaths"), [((-6, -11, 2), 3), ((-15,), 0)])

@@ -134,7 +134,7 @@ def test_the_current_version_is_wanted(model, pools, publish):
     assert resolve(model.uri, [first])[0].pools == (first,)
 
 
-@pytest.mark.parametrize("current", [b"v-9\n", b"\xff\xfe", b"", b"../../etc\n"])
+@pytest.mark.parametrize("current", [b"v-9\n", b"\xff\xfe", b"", b"\0" * 15, b"../../etc\n"])
 def test_a_damaged_current_means_the_newest_whole_version(model, pools, publish, current):
     publish(model, "v-1", "2026-01-01T00:00:00+00:00")
     newest = publish(model, "v-0", "2026-01-02T00:00:00+00:00")

@@ -18,10 +18,11 @@ from pipeline.corpora.file_tasks import ParsedRow
 
 ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
 
-_OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡", "\"')\\]»«“”’‘」』）"
+_OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡—–", "\"')\\]»«“”’‘」』）"
 # Letters of scripts that put no spaces between words.
 _UNSPACED_LETTER = (
-    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19df\u1a20-\u1aad\u1b00-\u1b7f\u3041-\u30ff\u3400-\u9fff"
+    r"\ua980-\ua9df\uf900-\ufaff\uff66-\uff9f]"
 )
 _UNSPACED = re.compile(_UNSPACED_LETTER)
 # In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
@@ -29,24 +30,30 @@ LOWER = "".join(
     letter for letter in map(chr, range(0x10000)) if letter.islower() and not "ა" <= letter <= "ჿ"
 )
 _MARKS = ".!?…؟۔‼⁇⁈⁉"
-_MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕།༎᱾꯫"
+_MARKS_WITHOUT_SPACE = "。！？｡।॥։።፧။។៕།༎᱾꯫܀᠃᠉꧉꩝᭟"
 # German writes ordinals as digits with a full stop.
 _GERMAN_ORDINAL = (
-    r"(?<=\d\.\s)(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November|Dezember"
+    r"(?<=\d\.\s)(?:(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November|Dezember"
     r"|Jahrhunderts?|Jahrtausends?|Jh|Bundesliga|Liga|Kreisklasse|Klasse|Mannschaft|Platz|Rang|Auflage|Weltkrieg"
-    r"|Armee|Division|Wahlperiode|Spieltag|Runde|Etage|Stock|Obergeschoss|Lebensjahr|Geburtstag|Todestag)\b"
+    r"|Armee|Division|Wahlperiode|Spieltag|Runde|Etage|Stock|Obergeschoss|Lebensjahr|Geburtstag|Todestag|FC)\b"
+    r"|(?:Jan|Feb|Sept?|Okt|Nov|Dez)\.)"
 )
+# A day, a month and a year, as in 3. 5. 1900 and 1990. 3. 1.; in Korean a word follows.
+_DATE = r"(?:(?<=\d\.\s)\d{1,2}\.(?!\d)|(?:(?<=\d\.\s\d\.\s)|(?<=\d\.\s\d\d\.\s))(?:\d{4}\b|[\uac00-\ud7a3]))"
 # A mark, and the beginning of a sentence: a digit or a letter that is not lower case, so also one of a script
-# without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, and a colon ends a sentence in
-# Armenian. The marks of Chinese, Japanese and Hindi need no space behind them.
+# without cases, such as Arabic or Hindi. A semicolon asks a question in Greek, a colon ends a sentence in
+# Armenian, and many write Hindi's mark as | and Amharic's as two word separators, ፡፡. Marks of Chinese,
+# Japanese and Hindi need no space behind them.
 _SENTENCE_END = re.compile(
-    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:](?:"
-    rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:))"
-    rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_ORDINAL})"
-    rf"(?=(?:[{_OPENING}]\s?)?(?![{LOWER}])[^\W_])"
+    rf"[{_MARKS}{_MARKS_WITHOUT_SPACE}．;\u037e:|፡](?:"
+    rf"(?:(?<=[{_MARKS}])|(?<=[\u0370-\u03ff\u1f00-\u1fff][;\u037e])|(?<=[\u0561-\u0587]:)"
+    rf"|(?<=[\u0900-\u0d7f]\|)|(?<=[\u0900-\u0d7f]\s\|))"
+    rf"(?:[{_CLOSING}]|\s»|\[\d{{1,3}}\])*\s+(?!{_GERMAN_ORDINAL}|{_DATE})"
+    rf"(?=(?:[{_OPENING}]\s?){{0,2}}[$€£₹¥]?(?![{LOWER}])[^\W_])"
     rf"|(?<=[{_MARKS_WITHOUT_SPACE}])(?![{_CLOSING}{_MARKS_WITHOUT_SPACE}])\s*(?=\S)"
+    rf"|(?<=፡፡)(?![{_CLOSING}፡])\s*(?=\S)"
     r"|(?<=．)\s*(?=[^\W\d])"  # not ３．１４
-    r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、])(?=\S)"  # と: he said
+    r"|(?<=。)[”’」』）]\s*(?![とっなのはがをにでも，、。」』）])(?=\S)"  # と: he said
     rf"|(?<={_UNSPACED_LETTER}[?!])(?={_UNSPACED_LETTER}))"
 )
 _ABBREVIATION = re.compile(
@@ -55,21 +62,21 @@ _ABBREVIATION = re.compile(
     r"|Nr|Abb|bzw|Bd|Str|geb|gest|evtl|ggf|inkl|Mio|Mrd|Hr|Fr|Fa|Dr\. (?:med|jur|phil|rer|nat)|[Vv]gl|sog"
     r"|ehem|Hrsg|röm|kath|evang|lat|griech|engl|franz|frz|ital|österr|dt|Pfr"
     r"|Mme|Mlle|MM|Mgr|Ste|[Bb]oul|[Éé]d|trad|p\. ex"
-    r"|Sra?|Sto|Sta|Dra?|Ing|Lic|EE|Av|Avda|Uds?|[Ss]igg?|[Dd]ott|avv|[Aa]d es|[Cc]fr|tzw|bijv"
+    r"|Sra?|Sto|Sta|Dra?|Dña|Ing|Lic|EE|Av|Avda|Uds?|[Ss]igg?|[Dd]ott|avv|[Aa]d es|[Cc]fr|tzw|bijv"
     r"|dhr|mevr|eks|t\.ex|esim"
     r"|[Uu]l|[Nn]p|tj|tzn|prof|im|inż|mgr|św|ang|niem|łac|ros|[Nn]apř|tzv|sv|angl|něm|pl|örn|TP|ThS|Αγ"
     r"|[Уу]л|[Вв]ул|[Пп]росп|[Пп]ер|[Пп]л|[Бб]ул|им|[Сс]м|[Сс]р|[Аа]кад|[Пп]роф|[Дд]оц|[Ии]зд|[Рр]ед"
     r"|[Гг]р|[Кк]н|[Сс]в|[Оо]з|[Пп]ос|[Дд]ер|[Кк]в|англ|н[еі]м|фр|франц|лат|греч|гр|исп|итал?"
     r"|польск|укр|рос|рус|яп|араб|ивр|нидерл|швед|болг|чеш|серб"
     r"|डॉ|प्रो|कि\.मी)"
-    # An initial, which is not the last letter behind a vowel sign, as in Thai.
-    r"|(?<![^\s.(\[\"'«„“-])[^\W\d_])\.$"
+    # An initial, which is not the last letter behind a vowel sign, as in Thai, nor that of т. д. (etc.).
+    r"|(?<![^\s.(\[\"'«„“-])(?!(?:(?<=т\.)|(?<=т\.\s))[дп]\.)[^\W\d_])\.$"
 )
 # What stands before a number, of figures, pages, days or years, and elsewhere may end a sentence.
 _BEFORE_NUMBER = re.compile(
     r"(?:\b(?:[Ff]igs?|[Ee]qs?|[Ss]ects?|[Ss][eé]c|[Cc]h|[Cc]haps?|[Tt]ab|[Aa]rts?|[Nn]os?|[Nn]rn?|[Rr]efs?|[Vv]ols?"
     r"|pp|[Oo]p|[Ee]x|[Aa]pp|Abs|[Kk]ap|Abt|Ausg|Aufl|Jg|\w*[Ss]tr|[Tt]abl|[Rr]ys|[Cc]ap|[Pp][áa]gs?|[Nn]úm|kb"
-    r"|[Рр]ис|[Тт]абл|[Гг]л|[Сс]тр|[Сс]т|пп|[Рр]азд|[Ии]лл?|[Тт]ом|[Вв]ып|[Оо]к|[Рр]од|[Уу]м"
+    r"|[Рр]ис|[Тт]абл|[Гг]л|[Сс]тр|[Сс]т|пп|[Рр]азд|[Ии]лл?|[Тт]ом|[Вв]ып|[Оо]к|[Рр]од|[Уу]м|ok"
     r"|[Jj]an|[Ff]eb|[Mm]ar|[Aa]pr|[Jj]un|[Jj]ul|[Aa]ug|[Ss]ept?|[Oo][ck]t|[Nn]ov|[Dd]e[cz]|janv|févr|juil"
     r"|ene|abr|янв|февр?|апр|авг|сент?|окт|нояб?|дек|[Aa]vr?))\.$"
 )
@@ -129,8 +136,9 @@ def article_text(sentences: list[str], options: Search) -> str:
 
 
 def count_words(text: str) -> int:
-    """Where a script puts no spaces between words, two letters count as a word, as in most of Chinese."""
-    return len(text.split()) + len(_UNSPACED.findall(text)) // 2
+    """Where a script puts no spaces between words, two letters count as a word, as in most of Chinese.
+    Amharic may put ፡ between them."""
+    return len(text.replace("፡", " ").split()) + len(_UNSPACED.findall(text)) // 2
 
 
 def split_sentences(paragraph: str) -> list[str]:

@@ -35,7 +35,7 @@ def lines(
     number = 0
     try:
         for number, line in enumerate(decoded_lines, start=1):
-            yield number, line.removeprefix("\ufeff").removesuffix("\r")
+            yield number, line.lstrip("\ufeff").removesuffix("\r")
     except raw.Truncated as error:
         raw.accept_truncated(error, reading, notes, number)
 
@@ -45,13 +45,16 @@ def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
 
     Raises BadInput for a file in another encoding, and Truncated as `raw.read_decompressed`.
     """
-    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    name = codecs.lookup(encoding).name
+    is_utf8 = name == "utf-8"
     decoder = codecs.getincrementaldecoder(encoding)("surrogateescape" if is_utf8 else "strict")
     number, is_sure = 1, not is_utf8
     try:
         for place, data in enumerate(raw.slices(raw.read_decompressed(uri))):
-            if is_utf8 and place == 0:
+            if place == 0 and is_utf8:
                 file_kinds.require_narrow(uri, data, option)
+            elif place == 0 and not name.startswith("utf"):
+                _require_other(uri, data, option)
             text = decoder.decode(data)
             if not is_sure and not text.isascii():
                 first = _first_letter(text)
@@ -67,6 +70,15 @@ def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
     except UnicodeError as error:
         raise BadInput(f"{uri}: line {number} and what follows is not in --{option} {encoding} "
                        f"({error})") from None  # fmt: skip
+
+
+def _require_other(uri: str, data: bytes, option: str) -> None:
+    """Raises BadInput for a file in UTF-8 that begins with `data`: in cp1252 most bytes are letters."""
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+    if not text.isascii() and "\ufffd" not in text:
+        letter = text[_first_letter(text)]
+        raise BadInput(f"{uri}: is UTF-8, where {letter!r} is a letter; allowed: leave out --{option}, and "
+                       "read files in several encodings one by one")  # fmt: skip
 
 
 def _first_letter(text: str) -> int:

@@ -28,7 +28,7 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.formats import tables
+from pipeline.corpora.formats import json_array, tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import (
     Split,
@@ -204,11 +204,14 @@ def _read_clinc(
     uri: str, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[Labelled]:
     try:
-        parts = json.loads(b"".join(raw.read_decompressed(uri)))
+        data = b"".join(raw.read_decompressed(uri))
+        parts = json.loads(data, object_pairs_hook=json_array.object_of)
     except (raw.Truncated, ValueError, RecursionError) as error:
         raise BadInput(f"{uri}: not a whole JSON file ({error})") from None
     if not isinstance(parts, dict) or not all(isinstance(part, list) for part in parts.values()):
         raise BadInput(f"{uri}: not an object of lists; allowed: {', '.join(_PARTS)}")
+    if isinstance(parts, json_array.RepeatedNames):
+        raise BadInput(f"{uri}: several lists are called {min(parts.names)}; allowed: one")
     text_number = 0
     for name, part in parts.items():
         require(name in _PARTS, uri, name, ", ".join(_PARTS))

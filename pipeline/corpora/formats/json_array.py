@@ -16,10 +16,28 @@ from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import encodings
 
-_DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s,]*")
 _MAX_OBJECT_CHARACTERS = 10 << 20
 _SHOWN_CHARACTERS = 80  # of a file that is no array
+
+
+class RepeatedNames(dict[str, Any]):
+    """An object in which names stand twice, with different values: which one is meant cannot be told."""
+
+    names: frozenset[str]
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these names and values, for `json`'s `object_pairs_hook`."""
+    values = dict(pairs)
+    if len(values) == len(pairs) or all(values[name] == value for name, value in pairs):
+        return values
+    repeated = RepeatedNames(values)
+    repeated.names = frozenset(name for name, value in pairs if values[name] != value)
+    return repeated
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=object_of)
 
 
 def read_objects(
@@ -64,7 +82,7 @@ def _values(uri: str, encoding: str, opening: str, option: str) -> Iterator[tupl
         text += piece
         is_whole = not encodings.is_damaged(text)
         if not is_begun:
-            text = text.removeprefix("\ufeff").lstrip()
+            text = text.lstrip("\ufeff").lstrip()
             require(text[:1] in ("", opening), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
                     "a JSON array, [{…}, …]")  # fmt: skip
             is_begun = text != ""
@@ -75,9 +93,9 @@ def _values(uri: str, encoding: str, opening: str, option: str) -> Iterator[tupl
                 continue
             start = position
             try:
-                value, position = _DECODER.raw_decode(text, position)
+                value, position = DECODER.raw_decode(text, position)
             except json.JSONDecodeError as error:  # half a value, whose rest may come
-                fault = f" ({error.msg.removesuffix(' starting at')})"
+                fault = f" ({error.msg.removesuffix(' at').removesuffix(' starting')})"
                 break
             except ValueError as error:  # a number of 5,000 digits
                 fault = f" ({error})"

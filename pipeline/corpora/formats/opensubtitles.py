@@ -52,9 +52,13 @@ _OTHER_LAYOUT = re.compile(
     r"|[{\[]\s*$|\[?\s*\{\s*[\"']\w|\".*\"[,;]\".*\"$)",
     re.IGNORECASE,
 )
-# Numbers of subtitles, lines that begin with a time or with frames, and tabs: raw text has few of them.
+# Numbers of subtitles, lines that begin with a time, a date or frames or end with a time, pairs of seconds,
+# names of fields, marks between fields, and tabs: raw text has few of them.
 _NUMBERED = re.compile(
     r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+\s*(?:[,;|]|[.)]\s|$)|\S\t+\S"
+    r"|^\W?\d{1,4}[./-]\d{1,2}[./-]\d{2,4}\b|\d+:\d\d:\d\d|\s\d{1,3}:\d\d\s*$|\d\.\d+ +\d+\.\d"
+    r"|^\s*\w+(?: \[\d+\])? = \S|^\s*(?:msgid|msgstr|- \w+:) ?\S|^\(\W?\w+\W?\)[=>]"
+    r"|\|\|\||\+\+\+|\({|={4}"
 )
 _LEAST_NUMBERED, _MANY_NUMBERED = 4, 0.3  # lines, and their share of the first ones
 _ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"
@@ -106,13 +110,11 @@ def parse(
     Raises BadInput for subtitles in another layout.
     """
     name = raw.plain_name(uri)
-    earlier = deque[str](maxlen=options.earlier_lines + 1)
-    part, split, text_lines = "", "", 0
-    numbered = list[tuple[int, str]]()
-    bounds = (options.min_characters, options.max_characters)
     if file_kinds.named_table(name):
         raise BadInput(f"{uri}: has the name of a table; {_ALLOWED}")
-
+    earlier = deque[str](maxlen=options.earlier_lines + 1)
+    part, split, layout = "", "", _LayoutCheck(uri)
+    bounds = (options.min_characters, options.max_characters)
     for number, line in raw.read_lines(uri, reading, report.notes):
         index, place = divmod(number - 1, options.lines_per_part or sys.maxsize)
         if place == 0:
@@ -120,14 +122,7 @@ def parse(
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         report.records += 1
-        text_lines += bool(line.strip())
-        is_tsv = text_lines == 1 and "\t" in line.strip()
-        if is_tsv or (text_lines <= _LAYOUT_LINES and _OTHER_LAYOUT.search(line)):
-            raise _other_layout(uri, number, line)
-        if text_lines <= _LAYOUT_LINES and _NUMBERED.search(line):
-            numbered.append((number, line))
-        elif text_lines > _LAYOUT_LINES and len(numbered) >= _MANY_NUMBERED * _LAYOUT_LINES:
-            raise _other_layout(uri, *numbered[0])
+        layout.add(number, line)
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             report.malformed.add("line too long", uri, number, line)
             continue
@@ -156,13 +151,39 @@ def parse(
                 "split": split,
             }
         earlier.append(text)
-    if len(numbered) >= max(_LEAST_NUMBERED, _MANY_NUMBERED * min(text_lines, _LAYOUT_LINES)):
-        raise _other_layout(uri, *numbered[0])
+    layout.finish()
 
 
-def _other_layout(uri: str, number: int, line: str) -> BadInput:
-    layout = "subtitles with time codes, XML or a table"
-    return BadInput(f"{uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}")
+class _LayoutCheck:
+    """Refuses subtitles in another layout, by the first lines of a file that have text."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri, self._text_lines = uri, 0
+        self._numbered = list[tuple[int, str]]()
+
+    def add(self, number: int, line: str) -> None:
+        """Takes the next line of the file. Raises BadInput."""
+        self._text_lines += bool(line.strip())
+        if self._text_lines > _LAYOUT_LINES:
+            self.finish()
+            return
+        is_tsv = self._text_lines == 1 and "\t" in line.strip()
+        if is_tsv or _OTHER_LAYOUT.search(line):
+            raise self._refusal(number, line)
+        if _NUMBERED.search(line):
+            self._numbered.append((number, line))
+
+    def finish(self) -> None:
+        """Raises BadInput if many of the first lines are numbered."""
+        many = _MANY_NUMBERED * min(self._text_lines, _LAYOUT_LINES)
+        if len(self._numbered) >= max(_LEAST_NUMBERED, many):
+            raise self._refusal(*self._numbered[0])
+
+    def _refusal(self, number: int, line: str) -> BadInput:
+        layout = "subtitles with time codes, XML or a table"
+        return BadInput(
+            f"{self._uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}"
+        )
 
 
 def clean(line: str) -> str:

@@ -40,10 +40,10 @@ from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
 
-_CONTEXT_NAMES = ("context", "question", "query", "anchor", "prompt", "input", "utterance",
+_CONTEXT_NAMES = ("context", "question", "query", "anchor", "prompt", "instruction", "input", "utterance",
                   "message")  # fmt: skip
 _RESPONSE_NAMES = ("response", "answer", "positive", "reply", "completion", "output", "passage")
-_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}(\.0*)?")
+_WHOLE_NUMBER = re.compile(r"(-?[0-9]{1,9})(?:\.0*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class Options(tables.TableFormat):
     GROUP = "pairs"
     context_column: str = "context"
     """The turns before the response: a list of texts, or one text. Where the first file has no `context`,
-    its only column that is called question, query, anchor, prompt, input, utterance or message."""
+    its only column that is called question, query, anchor, prompt, instruction, input, utterance or
+    message."""
     response_column: str = "response"
     """The right answer. Where the first file has no `response`, its only column that is called answer,
     positive, reply, completion, output or passage."""
@@ -352,14 +353,15 @@ def _texts(values: object, column: str) -> list[str]:
 
 
 def _whole_number(value: object, column: str) -> int:
-    """Accepts 3.0 for 3 (other programs write it in columns with gaps) and text (CSV has no numbers)."""
-    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
-        value = float(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int:
+    """Accepts 3.0 for 3 (other programs write it in columns with gaps), decimals (data bases have no other
+    numbers) and text (CSV has no numbers)."""
+    try:
+        match = _WHOLE_NUMBER.fullmatch(tables.cell_text(value) or "")
+    except TypeError:
+        match = None
+    if not match:
         raise Malformed(f"{column} is no whole number")
-    return value
+    return int(match[1])
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV an
 `.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object or an array means JSON, a
 tab means TSV, anything else CSV. JSON is objects, one in a line or otherwise, or an array of objects. CSV
 and TSV begin with the names of their columns; fields in double quotes may hold line breaks. A field that is
-NULL, \\N, nan, NaN, <NA> or #N/A is empty: data bases, pandas and Excel write empty cells so. None, N/A and
-null are texts, which people write as answers.
+NULL, \\N, nan, NaN, <NA>, #N/A or another of Excel's errors is empty: data bases, pandas and Excel write
+empty cells so. None, N/A and null are texts, which people write as answers.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import re
@@ -47,7 +48,8 @@ _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # a first line tha
 _JSON_BEGINNING = re.compile(r"\s*(?:\{|\[\s*(?:\{|$))")
 _OTHER_DELIMITERS = ";\t|"
 # As SQL, pandas and Excel write an empty cell. "None" and "N/A" may be the right answer of a FAQ.
-_EMPTY_CELLS = frozenset(["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A"])
+_EXCEL_ERRORS = frozenset(["#N/A", "#REF!", "#NAME?", "#VALUE!", "#DIV/0!", "#NUM!", "#NULL!"])
+_EMPTY_CELLS = _EXCEL_ERRORS | {"NULL", "\\N", "nan", "NaN", "<NA>"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +110,12 @@ def read(
         objects = json_array.read_objects(
             uri, reading, report, form.encoding, opening, form.option("encoding")
         )
-        return _json_table(uri, objects, option_columns)
+        return _json_table(uri, objects, option_columns, report)
     if kind == "json":
-        return _json_table(uri, _json_objects(uri, lines, report), option_columns)
+        return _json_table(uri, _json_objects(uri, lines, report), option_columns, report)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
-    if excel := _EXCEL_DELIMITER.fullmatch(first[1].strip()):
+    if excel := _EXCEL_DELIMITER.fullmatch(first[1].strip(" ")):
         delimiter = excel[1]
         next(lines)
     records = csv_records(uri, lines, report, delimiter, form.quotes)
@@ -233,60 +235,70 @@ def csv_records(
     joined lines that are records, only the first line is set aside, and the others are read again; the lines
     of a long text are none. Samples hold no content.
     """
-    record_lines = list[tuple[int, str]]()
-    pushed_back = deque[tuple[int, str]]()
-    unread = iter(lines)
+    csv.field_size_limit(raw.MAX_LINE_BYTES)
+    reader = _CsvReader(lines, delimiter, quotes)
+    for number, fields, fault, detail in iter(reader.read, None):
+        if fault:
+            report.records += 1
+            report.malformed.add(fault, uri, number, detail)
+        elif fields:
+            yield number, fields
 
-    def record_text() -> Iterator[str]:
-        while (
-            numbered_line := pushed_back.popleft() if pushed_back else next(unread, None)
-        ) is not None:
-            record_lines.append(numbered_line)
-            yield numbered_line[1] + "\n"
 
-    def csv_reader(text: Iterable[str]) -> Iterator[list[str]]:
-        return csv.reader(
-            text,
+class _CsvReader:
+    """Reads records of CSV, and knows the lines of the last one, so that they can be read again."""
+
+    def __init__(self, lines: Lines, delimiter: str, quotes: bool) -> None:
+        self._unread, self._again = iter(lines), deque[tuple[int, str]]()
+        self._lines = list[tuple[int, str]]()
+        self._columns = 0
+        self._parse = functools.partial(
+            csv.reader,
             delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
             strict=True,
         )
+        self._records = self._parse(self._text())
 
-    def is_record(line: str) -> bool:
+    def read(self) -> tuple[int, list[str], str, str] | None:
+        """(first line, fields, fault, detail) of the next record; None: there is none. Fault: why it is set
+        aside; "": it is not, and is blank if it has no fields."""
+        self._lines.clear()
         try:
-            return len(next(csv_reader([line]), [])) in (0, column_count)
+            fields = next(self._records, None)
+        except csv.Error as error:
+            number, line = self._lines[0]
+            self._read_again()
+            return number, [], f"not CSV: {error}", _size_of_line(line)
+        if fields is None:
+            return None
+        number, _ = self._lines[0]
+        if damaged_line := next((line for _, line in self._lines if _fault(line)), ""):
+            return number, fields, _fault(damaged_line), _size_of_line(damaged_line)
+        if self._columns > 0 and len(fields) not in (0, self._columns):
+            others = [line for _, line in self._lines[1:]]
+            if 2 * sum(map(self._is_record, others)) > len(others):
+                self._read_again()
+            detail = f"{len(fields)} fields, {self._columns} columns"
+            return number, fields, "more or fewer fields than columns", detail
+        self._columns = self._columns or len(fields)
+        return number, fields, "", ""
+
+    def _text(self) -> Iterator[str]:
+        while line := self._again.popleft() if self._again else next(self._unread, None):
+            self._lines.append(line)
+            yield line[1] + "\n"
+
+    def _is_record(self, line: str) -> bool:
+        try:
+            return len(next(self._parse([line]), [])) in (0, self._columns)
         except csv.Error:
             return False
 
-    csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = csv_reader(record_text())
-    column_count = 0
-    while True:
-        record_lines.clear()
-        try:
-            fields = next(records, None)
-            if fields is None:
-                return
-            damaged_line = next((line for _, line in record_lines if _fault(line)), "")
-            fault, detail = _fault(damaged_line), _size_of_line(damaged_line)
-            reads_again = False
-            if not fault and column_count > 0 and len(fields) not in (0, column_count):
-                fault = "more or fewer fields than columns"
-                detail = f"{len(fields)} fields, {column_count} columns"
-                others = [line for _, line in record_lines[1:]]
-                reads_again = 2 * sum(map(is_record, others)) > len(others)
-        except csv.Error as error:
-            fields, reads_again = [], True
-            fault, detail = f"not CSV: {error}", _size_of_line(record_lines[0][1])
-        if reads_again:
-            pushed_back.extendleft(reversed(record_lines[1:]))
-            records = csv_reader(record_text())
-        if fault:
-            report.records += 1
-            report.malformed.add(fault, uri, record_lines[0][0], detail)
-        elif fields:
-            column_count = len(fields)
-            yield record_lines[0][0], fields
+    def _read_again(self) -> None:
+        """The last record is its first line alone, and the others are read again."""
+        self._again.extendleft(reversed(self._lines[1:]))
+        self._records = self._parse(self._text())
 
 
 def _fault(line: str) -> str:
@@ -348,7 +360,9 @@ def _opening(first_line: str) -> str:
     return ""
 
 
-def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows:
+def _json_table(
+    uri: str, rows: Rows, option_columns: Mapping[str, str], report: file_tasks.ParseReport
+) -> Rows:
     head = list(itertools.islice(rows, _JSON_HEAD))
     if len(head) == 1 and _is_whole_table(head[0][1]):
         name, value = next(iter(head[0][1].items()))
@@ -358,7 +372,12 @@ def _json_table(uri: str, rows: Rows, option_columns: Mapping[str, str]) -> Rows
     if head:
         columns = list(dict.fromkeys(name for _, row in head for name in row))
         _require_columns(uri, option_columns, columns, nested_hint(head))
-    yield from itertools.chain(head, rows)
+    named_columns = frozenset(option_columns.values())
+    for number, row in itertools.chain(head, rows):
+        if isinstance(row, json_array.RepeatedNames) and (names := row.names & named_columns):
+            report.malformed.add("a column twice", uri, number, ", ".join(sorted(names)))
+        else:
+            yield number, row
 
 
 def _is_whole_table(row: Mapping[str, Any]) -> bool:
@@ -393,7 +412,8 @@ def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Row
             report.malformed.add(fault, uri, number, _size_of_line(line))
             continue
         try:
-            value = json.loads(line.strip())  # RFC 7464 begins each line with a record separator
+            # RFC 7464 begins each line with a record separator.
+            value = json_array.DECODER.decode(line.strip())
         except json.JSONDecodeError as error:
             place = f"{error.msg} at character {error.colno}"
             report.malformed.add("not JSON", uri, number, place)
@@ -427,7 +447,7 @@ def _parquet_rows(
                 if fetch.is_cheap:
                     stored.hold(fetch.start, fetch.stop)
                 for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
-                    for row in _shortest_floats(batch).to_pylist():
+                    for row in _as_written(batch).to_pylist():
                         number += 1
                         report.records += 1
                         yield number, row
@@ -437,20 +457,35 @@ def _parquet_rows(
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
-def _shortest_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Floats of 32 bits as their writer had them: 0.1, which is 0.10000000149 in 64 bits."""
+def _as_written(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Values as their writer had them. Floats of 32 bits: 0.1, which is 0.10000000149 in 64 bits. Texts and
+    UUIDs whose writer left out what they are, as Hive and Impala do; bytes that are none stay."""
     for place, field in enumerate(batch.schema):
+        values = batch.column(place)
         if pa.types.is_float32(field.type):
-            values = batch.column(place).cast(pa.string()).cast(pa.float64())
-            batch = batch.set_column(place, field.name, values)
+            values = values.cast(pa.string()).cast(pa.float64())
+        elif field.type == pa.binary(16):
+            values = values.cast(pa.uuid())
+        elif (text_type := _text_type(field.type)) != field.type:
+            with suppress(pa.ArrowInvalid):
+                values = values.cast(text_type)
+        batch = batch.set_column(place, field.name, values)
     return batch
 
 
+def _text_type(kind: pa.DataType) -> pa.DataType:
+    """The type with texts in place of bytes."""
+    if pa.types.is_list(kind):
+        return pa.list_(_text_type(kind.value_type))
+    return pa.string() if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else kind
+
+
 def delimiter_hint(columns: list[str], form: TableFormat) -> str:
-    """For a file with one column, the delimiter that it seems to have; "" for other files."""
-    header = columns[0] if len(columns) == 1 else ""
-    delimiter = next((character for character in _OTHER_DELIMITERS if character in header), "")
-    if not delimiter:
+    """The delimiter that a file seems to have whose names of columns hold it, "" for other files: in
+    `Question, long;Answer` a semicolon is as frequent as the comma that divided it."""
+    header = "".join(columns)
+    delimiter = max(_OTHER_DELIMITERS, key=header.count)
+    if header.count(delimiter) < max(1, len(columns) - 1):
         return ""
     delimiter_shown = "\\t" if delimiter == "\t" else delimiter
     option = f", which --{form.option('delimiter')} '{delimiter_shown}' reads" if form.GROUP else ""

@@ -21,10 +21,12 @@ from collections.abc import Iterator
 
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
-from pipeline.corpora.formats import wikitext
+from pipeline.corpora.formats import tables, wikitext
 from pipeline.corpora.formats.articles import Article
 
-_DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*)">')
+# A title may hold quotes that are not escaped, and other attributes may follow it.
+_DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*?)"(?: \w+="[^"]*")*>$')
+_END = "</doc>"
 
 
 def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Article]:
@@ -32,6 +34,7 @@ def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Ar
     article: Article | None = None
     number, line = 0, ""
     for number, line in raw.read_lines(uri, reading, report.notes):
+        line = line.rstrip()
         start = _DOC.match(line) if line.startswith("<doc ") else None
         if start:
             if article:
@@ -40,8 +43,9 @@ def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Ar
             article = Article(start[1], html.unescape(start[2]), number, [])
             if not (article.id and article.title):
                 report.malformed.add("document without id or title", uri, number, line)
-        elif line == "</doc>":
+        elif line.endswith(_END) and (article or line == _END):
             if article and article.id and article.title:
+                article.paragraphs.extend(_paragraphs(line.removesuffix(_END), article.title))
                 yield article
             article = None
         elif article:
@@ -62,7 +66,7 @@ def articles(uri: str, reading: raw.Reading, report: ParseReport) -> Iterator[Ar
 def _json_article(line: str, number: int) -> Article | None:
     try:
         document = json.loads(line)
-        name, title, text = str(document["id"]), document["title"], document["text"]
+        name, title, text = tables.cell_text(document["id"]), document["title"], document["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if not (name and title and all(map(raw.is_text, (name, title, text)))):

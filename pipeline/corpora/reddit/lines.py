@@ -44,6 +44,9 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
     text = pc.fill_null(rows["selftext"].combine_chunks(), "")
     has_none = pc.or_(pc.equal(text, ""), is_notice(text))
     text = pc.if_else(has_none, "", pc.binary_join_element_wise("\n", text, ""))
+    # Of a title such as "[deleted by user]" the text may be left.
+    title = rows["title"].combine_chunks()
+    title = pc.if_else(pc.and_not(is_notice(title), has_none), "", title)
     name = pc.binary_join_element_wise("t3_", rows["id"], "")
     no_parent = pa.array([""] * rows.num_rows, pa.string())
     return pa.table(
@@ -51,7 +54,7 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
             "id": name,
             "link_id": name,
             "parent_id": no_parent,
-            "body": pc.binary_join_element_wise(rows["title"], text, ""),
+            "body": pc.utf8_ltrim(pc.binary_join_element_wise(title, text, ""), "\n"),
             "author": rows["author"],
             "subreddit": rows["subreddit"],
             "score": rows["score"],
@@ -117,6 +120,10 @@ def _parse_line(
         return "not JSON", {}
     if not isinstance(record, dict):
         return "not a JSON object", {}
+    if "author" in record and record["author"] is None:
+        record["author"] = (
+            "[deleted]"  # as programs write that take comments from Reddit themselves
+        )
     for name in needed:
         if record.get(name) is None:
             return f"no field {name}", {}
@@ -130,6 +137,14 @@ def _parse_line(
         if kind == pa.string():
             row[name] = value if raw.is_text(value) else None
         else:
-            is_int64 = type(value) is int and -(2**63) <= value < 2**63
-            row[name] = value if is_int64 else None
+            row[name] = _int64(value)
     return "", row
+
+
+def _int64(value: object) -> int | None:
+    """A whole number, also one that a program wrote as 5.0 or "5"."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None

@@ -14,19 +14,25 @@ import pyarrow.compute as pc
 
 _THING = r"(?:comment|post|content|submission|message|account|user|thread|repl(?:y|ie))s?"
 _REMOVED = r"(?:self[- ])?(?:removed|deleted|redacted|overwritten|anonymized)"
-_CHANGED = rf"(?:{_REMOVED}|edited|erased|nuked|wiped|purged)"
+_CHANGED = rf"(?:{_REMOVED}|edited|erased|nuked|wiped|purged|censored|withdrawn)"
 _WAS = r"(?:has been|have been|was|were|is)"
 _OF_SUBREDDIT = r"(?: (?:of|from|in) /?r/\w+)?"
 _PERSON = (
     r"(?:(?:the |an? |its? |our )?(?:original )?(?:user|author|auto ?mod|mod|op\b|person|poster|owner)\w*"
-    rf"{_OF_SUBREDDIT})"
+    rf"{_OF_SUBREDDIT}(?: who (?:originally )?posted it)?)"
 )
-_REDDIT = r"(?:reddit|(?:the )?admin)\w*"
+_REDDIT = r"(?:reddit|(?:the )?admin)\w*(?:'s (?:[\w-]+ ){0,2}(?:filters?|system|team))?"
 _TOOL = (
     r"(?:redact|shreddit|ereddicator|power ?delete ?suite|nuke ?reddit"
     r"|\[?(?:an?|this) \w+[ -]source script)"
 )
 _BECAUSE = r"(?:for|because|due to|as|since|per|under|from /?r/)"
+# Why moderators remove a comment, in their words.
+_FAULT = (
+    r"(?:being )?(?:an? )?(?:uncivil\w*|incivility|off[- ]topic|low[- ]effort|spam\w*|troll\w*|harass\w*"
+    r"|personal attacks?|hate speech|bigotry|racism|brigading|self[- ]promotion|reposts?|duplicates?"
+    r"|misinformation|toxicity|abuse)(?: (?:post|comment|content)s?)?"
+)
 _RULE = r"\b(?:rule|guideline|moderator|automoderator|flair|karma|url shortener|violat|filter)"
 _PROTEST = (
     r"(?:(?:in|as a|out of|to) protest\b|in (?:direct )?response to (?:reddit|spez|the api)"
@@ -54,7 +60,12 @@ _ENGLISH = (
     rf"(?:[^\[\]]|\[[^\[\]]*\])*\]){_RULE_NAMED}?",
     # Removed, (comment deleted), \[removed\], deleted by user; removed, rule 2
     rf"\\?[\[({{<]*\s*(?:{_THING} )?{_REMOVED}(?: by (?:{_PERSON}|{_REDDIT}|{_TOOL}))?\s*\\?[\])}}>]*",
-    rf"{_REMOVED}(?:\s?[.,:;-]|\s{_BECAUSE})\s?(?:\w+ ){{0,2}}rules? #?\d.*",
+    rf"{_REMOVED}(?:\s?[.,:;-]|\s{_BECAUSE})\s?(?:\w+ ){{0,2}}rules? #?(?:\d.*|[IVX]+)",
+    rf"\[\s*{_CHANGED}\s*\]|\(?rules? #?\d+\)?\s?[-.:,]?\s?{_REMOVED}|{_REMOVED} \(rules? #?\d+[^?]*\)"
+    rf"|locked and {_REMOVED}|\[?(?:comment )?(?:chain|thread)s? (?:{_REMOVED}|nuked|wiped)\]?",
+    rf"(?:your {_THING} was )?(?:{_THING} )?{_REMOVED}(?:\s?[:-]| for)\s?{_FAULT}",
+    rf"(?:this |the )?user (?:has )?{_CHANGED} (?:(?:this|the|their|his|her) )?(?:comment|post|content)s?"
+    rf"(?: {_PROTEST}[^?]*)?",
     # [deleted] ^^^0.1019 [^^^What ^^^is ^^^this?](https://pastebin.com/…)
     r"\[?deleted\]?[\s^]+[\d.]*\s*\[?\W*what\W+is\W+this\W*(?:\(https?://[^)]*\))?",
     # Comment removed by moderator. Rule 3; deleted in protest; edited with Power Delete Suite
@@ -65,14 +76,22 @@ _ENGLISH = (
     rf"(?:this |(?:the )?original )?{_THING} (?:{_WAS} (?:\w+ )?)?(?:{_REMOVED}|erased)",
     rf"(?:this )?{_THING} (?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: -)? \(?by {_PERSON}"
     rf"(?:{_RULE_NAMED}|{_WITH_A_RULE}|{_AS_A_BOT})?",
-    rf"(?:this )?{_THING} (?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: -)? \(?by {_REDDIT}"
+    rf"{_GREETING}?(?:(?:this )?{_THING} (?:{_WAS} (?:\w+ )?)?)?{_REMOVED}(?: -)? \(?by {_REDDIT}"
     rf"(?: (?:in response to|on account of|{_BECAUSE})\b[^?]*|{_RULE_NAMED})?",
     rf"(?:this |(?:the )?original )?{_THING} (?:{_WAS} (?:\w+ )?)?{_CHANGED}(?: -)? (?:by {_PERSON} )?"
     rf"\(?(?:by|using|with|via) {_TOOL}\b.*",
     r".*\bmass (?:deleted|edited)(?: all reddit content via|/edited| (?:from|with|and anonymized with)"
     r" \W*(?:https://)?red(?:dit|act))\b.*",
+    # The wording of Redact changes: "The content here was permanently deleted. Redact was used to remove it."
+    r"[^?]*\bredact was used (?:by|to|for)\b[^?]*",
+    rf"(?:this|the)\b[^?.]{{0,40}}\b(?:post|comment|content|message)\b[^?.]{{0,40}}\b{_CHANGED}\b[^?.]{{0,40}}"
+    r"\b(?:with|using|via|by) \W*redact\b[^?]*",
+    r"(?:edited|overwritten|(?:this )?\w+ (?:was|has been) archived) (?:with|using|via|by) "
+    r"(?:powerdeletesuite|nuke reddit(?: history)?|an automated script)\b[^?]*",
     r"this comment has been edited and (?:the )?original content overwritten",
     # Hello, your post has been removed because it breaks rule 2.
+    rf"{_GREETING}+this {_THING} {_WAS} (?:locked and )?{_REMOVED} by {_PERSON}",
+    rf"this {_THING} {_WAS} (?:locked and|nuked|wiped)(?: {_REMOVED})? by {_PERSON}",
     rf"{_GREETING}*this (?:{_THING} )?{_WAS_REMOVED}"
     rf"(?: by {_PERSON})?(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
     rf"{_GREETING}*unfortunately\b,?\s*it {_WAS_REMOVED}(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
@@ -88,7 +107,9 @@ _ENGLISH = (
 _REMOVED_ABROAD = (
     r"(?:entfernt|gelöscht|supprimée?|retirée?|effacée?|eliminad[oa]|borrad[oa]|removid[oa]|apagad[oa]|excluíd[oa]"
     r"|rimosso|eliminato|cancellato|verwijderd|usunięt[aoey]|odstraněn[oa]?|borttagen|raderad|fjernet|slettet"
-    r"|poistettu|уда[лл][её]н[ао]?|видален[ои]?|премахнат|silindi|kaldırıldı|törölve)"
+    r"|poistettu|уда[лл][её]н[ао]?|видален[ои]?|премахнат[оа]?|изтрит[оа]?|silindi|kaldırıldı|törölve"
+    r"|deletad[oa]|borttaget|raderat|smazán[oa]?|izbrisano|obrisano|șters|διαγράφηκε|נמחק|đã xóa|dihapus|ถูกลบ"
+    r"|हटाया गया)"
 )
 _THING_ABROAD = (
     r"(?:(?:dieser|dieses|diese|der|die|das|ces?|cette|cet|le|este|esta|el|la|o|questo|il|deze|dit|ten|ta|этот|это"
@@ -102,7 +123,7 @@ _WAS_ABROAD = (
 )
 _BY_ABROAD = (
     r"(?:(?:von|vom|durch|par|por|pelo|pela|da|dal|door|przez|av|af|от) )?"
-    r"(?:(?:einem|einer|den|dem|une?|le|la|el|los|un|o|um|de|een|il) )?"
+    r"(?:(?:(?:einem|einer|den|dem|une?|le|la|el|los|un|o|um|de|een|il) )|l')?"
     r"(?:reddit|mod[eé]r[^\s\]]*|autor[^\s\]]*|auteur[^\s\]]*|utilisateur|usu[aá]rio|utente|nutzer|gebruiker|użytkownik[^\s\]]*"
     r"|модератор[^\s\]]*|автор[^\s\]]*|пользовател[^\s\]]*|адм[иі]н[^\s\]]*)"
 )
@@ -115,16 +136,16 @@ _ABROAD = (
     r"[\[【]?(?:この)?(?:コメント|投稿|メッセージ)?は?(?:モデレーターによって|投稿者によって|投稿者により)?"
     r"削除(?:されました|済み|されています)[\]】]?",
     r"\[?(?:이 )?(?:댓글|게시물|글)?[이은]? ?(?:삭제되었습니다|삭제됨|삭제된 (?:댓글|게시물)입니다)\]?",
-    r"\[?تم (?:حذف|إزالة)(?: هذا)?(?: التعليق| المنشور)?(?: (?:من قبل|بواسطة) \pL+)?\]?",
+    r"\[?تم (?:ال)?(?:حذف|إزالة)(?: هذا)?(?: التعليق| المنشور)?(?: (?:من قبل|بواسطة) \pL+)?\]?",
 )  # fmt: skip
 
 _KNOWN = pa.array(["[deleted]", "[removed]"])
 # A word that each other notice has. One by one, because RE2 takes ten times as long for all notices in one.
-_WORD_ABROAD = rf"(?i)(?:{_REMOVED_ABROAD}|[删刪]除|移除|削除|삭제|تم (?:حذف|إزالة))"
-_WORD = rf"(?i)(?:{_CHANGED}|unavailable)|{_WORD_ABROAD}"
+_WORD_ABROAD = rf"(?i)(?:{_REMOVED_ABROAD}|[删刪]除|移除|削除|삭제|تم (?:ال)?(?:حذف|إزالة))"
+_WORD = rf"(?i)(?:{_CHANGED}|unavailable|redact|archived)|{_WORD_ABROAD}"
 _NOTICES, _NOTICES_ABROAD = (
     [
-        rf"(?is)^(?:[\s*_~^>`-]|&gt;)*(?:{notice})(?:[\s*_~.!`。-]|\x{{200b}}|&#x200b;)*$"
+        rf"(?is)^(?:[\s*_~^>`#-]|&gt;)*(?:{notice})(?:[\s*_~.!`。-]|\x{{200b}}|&#x200b;)*$"
         for notice in notices
     ]
     for notices in (_ENGLISH, _ABROAD)

@@ -6,8 +6,8 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,18 @@ class DumpRecord(TaskRecord):
     """The reason why its compressed stream ends early; "": it does not."""
 
 
+@dataclass(frozen=True)
+class _Parsing:
+    """The settings of all tasks."""
+
+    draft: Draft
+    bucket_count: int
+    block_bytes: int
+    options: Options
+    reading: raw.Reading
+    privacy: Privacy
+
+
 def read_dumps(
     draft: Draft,
     files: list[str],
@@ -64,72 +76,78 @@ def read_dumps(
     privacy: Privacy,
 ) -> Records:
     """Returns the records of all files and of all their blocks."""
+    parsing = _Parsing(draft, bucket_count, block_bytes, options, reading, privacy)
     finished = draft.finished_tasks()
-    pending_files = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in finished]
-    stack = ExitStack()
-    bar = stack.enter_context(progress.bar(_LABEL, None, unit="comment"))
     parsed_tasks = {task for task in finished if task.startswith("block")}
-    earlier_records = finished.records(parsed_tasks, TaskRecord).values()
-    bar.update(sum(record.counts["records"] for record in earlier_records))
-    failed: dict[str, str] = {}
-    crashed_hosts_by_task: dict[str, list[str]] = {}
-    inputs: dict[str, str] = {}
-    if pending_files:
-        block_counts = Counter(_file_of(task) for task in parsed_tasks)
-        file_records: dict[str, DumpRecord] = {}
-        counter = None if executors.current() else AttemptCounter.begin()
-        rows = _parse_blocks(
-            draft,
-            pending_files,
-            parsed_tasks,
-            bucket_count,
-            block_bytes,
-            options,
-            reading,
-            privacy,
-            counter,
-        )
-
-        def mark_if_done(file: str) -> None:
-            # A file is done when all its blocks are; only then is its own mark true.
-            if file in file_records and block_counts[file] == file_records[file].blocks:
-                draft.mark(file, file_records[file])
-
-        def block_outcomes() -> Generator[dict[str, Any], None, None]:
-            with closing(rows):  # no task goes on after the last outcome that is waited for
-                for row in rows:
-                    inputs[row["task"]] = row["input"]
-                    if row["file_record"]:
-                        file_records[row["task"]] = from_json(DumpRecord, row["file_record"])
-                        mark_if_done(row["task"])
-                    else:
-                        yield json.loads(row["outcome"])
-
-        def count_block(task: str, cost: TaskCost) -> None:
-            bar.update(cost.rows)
-            block_counts[_file_of(task)] += 1
-            mark_if_done(_file_of(task))
-
-        failed = failures(block_outcomes(), _LABEL, count_block)
-        crashed_hosts_by_task = counter.end() if counter else {}
-        for index, uri in pending_files:  # a reader that has begun too often yields no row
-            file = f"file-{index:05d}"
-            if file not in file_records and len(crashed_hosts_by_task.get(file, ())) >= MAX_STARTS:
-                failed[file], inputs[file] = DIED, uri
-        finished = draft.finished_tasks()
-    stack.close()
+    pending_files = {i: uri for i, uri in enumerate(files) if _file_task(i) not in finished}
+    with progress.bar(_LABEL, None, unit="comment") as bar:
+        earlier_records = finished.records(parsed_tasks, TaskRecord).values()
+        bar.update(sum(record.counts["records"] for record in earlier_records))
+        parser = _DumpParser(parsing, parsed_tasks, bar)
+        if pending_files:
+            parser.parse(pending_files)
+            finished = draft.finished_tasks()
     names = sorted(task for task in finished if task.startswith("block"))
     blocks = finished.records(names, TaskRecord)
     cost_by_task = {task: record.cost for task, record in blocks.items()}
-    report.end_stage(report.Stage(_LABEL, cost_by_task, failed, crashed_hosts_by_task))
-    if failed:
-        raise Stopped(describe(failed, inputs, _LABEL))
-    dumps = [f"file-{index:05d}" for index in range(len(files))]
-    dump_records = finished.records(dumps, DumpRecord)
+    crashed_hosts_by_task = parser.crashed_hosts_by_task
+    report.end_stage(report.Stage(_LABEL, cost_by_task, parser.failed, crashed_hosts_by_task))
+    if parser.failed:
+        raise Stopped(describe(parser.failed, parser.inputs, _LABEL))
+    dump_records = finished.records([_file_task(i) for i in range(len(files))], DumpRecord)
     for dump in dump_records.values():
         if dump.cut_off:  # which its record notes
             raw.accept_truncated(raw.Truncated(dump.cut_off), reading, [], dump.lines)
     return {**blocks, **dump_records}
+
+
+class _DumpParser:
+    """Parses dump files. Marks a file when all its blocks are parsed, because only then is its mark true."""
+
+    def __init__(self, parsing: _Parsing, parsed_tasks: set[str], bar: progress.Bar) -> None:
+        self._parsing, self._parsed_tasks, self._bar = parsing, parsed_tasks, bar
+        self._block_counts = Counter(map(_file_of, parsed_tasks))
+        self._file_records: dict[str, DumpRecord] = {}
+        self.inputs: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.crashed_hosts_by_task: dict[str, list[str]] = {}
+
+    def parse(self, files: Mapping[int, str]) -> None:
+        counter = None if executors.current() else AttemptCounter.begin()
+        rows = _parse_blocks(self._parsing, files, self._parsed_tasks, counter)
+        self.failed = failures(self._block_outcomes(rows), _LABEL, self._count_block)
+        self.crashed_hosts_by_task = counter.end() if counter else {}
+        for index, uri in files.items():  # a reader that has begun too often yields no row
+            file = _file_task(index)
+            starts = len(self.crashed_hosts_by_task.get(file, ()))
+            if file not in self._file_records and starts >= MAX_STARTS:
+                self.failed[file], self.inputs[file] = DIED, uri
+
+    def _block_outcomes(
+        self, rows: Generator[dict[str, Any]]
+    ) -> Generator[dict[str, Any], None, None]:
+        with closing(rows):  # no task goes on after the last outcome that is waited for
+            for row in rows:
+                self.inputs[row["task"]] = row["input"]
+                if row["file_record"]:
+                    self._file_records[row["task"]] = from_json(DumpRecord, row["file_record"])
+                    self._mark_if_done(row["task"])
+                else:
+                    yield json.loads(row["outcome"])
+
+    def _count_block(self, task: str, cost: TaskCost) -> None:
+        self._bar.update(cost.rows)
+        self._block_counts[_file_of(task)] += 1
+        self._mark_if_done(_file_of(task))
+
+    def _mark_if_done(self, file: str) -> None:
+        record = self._file_records.get(file)
+        if record and self._block_counts[file] == record.blocks:
+            self._parsing.draft.mark(file, record)
+
+
+def _file_task(index: int) -> str:
+    return f"file-{index:05d}"
 
 
 def _file_of(task: str) -> str:
@@ -138,22 +156,18 @@ def _file_of(task: str) -> str:
 
 
 def _parse_blocks(
-    draft: Draft,
-    files: list[tuple[int, str]],
+    parsing: _Parsing,
+    files: Mapping[int, str],
     parsed_tasks: set[str],
-    bucket_count: int,
-    block_bytes: int,
-    options: Options,
-    reading: raw.Reading,
-    privacy: Privacy,
     counter: AttemptCounter | None,
 ) -> Generator[dict[str, Any], None, None]:
     """A row with its outcome per block, parsed and filed; one per file, with its record, at its end, or with
     its outcome where it could not be read. `counter`: None: in this process."""
-    read = functools.partial(_read_file, parsed_tasks, block_bytes, options)
-    parse = functools.partial(_parse_and_mark, draft, bucket_count, options, privacy, DELAYS_S)
+    read = functools.partial(_read_file, parsing, parsed_tasks)
+    parse = functools.partial(_parse_and_mark, parsing)
+    block_bytes, reading = parsing.block_bytes, parsing.reading
     if counter is None:
-        for index, uri in files:
+        for index, uri in files.items():
             file = pa.table({"index": [index], "uri": [uri]})
             for block in read(None, file):
                 yield from parse(None, block).to_pylist()
@@ -198,7 +212,7 @@ def _parse_blocks(
             )
         )
 
-    rows = [{"index": index, "uri": uri} for index, uri in files]
+    rows = [{"index": index, "uri": uri} for index, uri in files.items()]
     yield from run_on_cluster(rows, add_work, counter)
 
 
@@ -216,11 +230,7 @@ _READ_ROWS = pa.schema(
 
 
 def _read_file(
-    parsed_tasks: set[str],
-    block_bytes: int,
-    options: Options,
-    counter: AttemptCounter | None,
-    batch: pa.Table,
+    parsing: _Parsing, parsed_tasks: set[str], counter: AttemptCounter | None, batch: pa.Table
 ) -> Iterator[pa.Table]:
     """Streams one dump file: a row per block that is not parsed yet, then one with its record, or with its
     outcome where it cannot be read.
@@ -229,7 +239,7 @@ def _read_file(
     takes no other ones in their places.
     """
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
-    file = f"file-{index:05d}"
+    file = _file_task(index)
     if counter and counter.add(file) > MAX_STARTS:
         return
     blocks, line, cut_off, kind, notes = 0, 1, "", None, list[str]()
@@ -239,12 +249,12 @@ def _read_file(
         return pa.Table.from_pylist([{**place, **values}], schema=_READ_ROWS)
 
     try:
-        for block in raw.line_blocks(uri, block_bytes):
+        for block in raw.line_blocks(uri, parsing.block_bytes):
             kind = kind or kind_of(block)
             if kind is None:
                 notes.append(f"{uri}: set aside, its first lines are no JSON objects")
                 break
-            if kind == "submissions" and options.submissions == "off":
+            if kind == "submissions" and parsing.options.submissions == "off":
                 notes.append(f"{uri}: submissions, not used (reddit.submissions is off)")
                 break
             task = f"block-{index:05d}-{blocks:06d}"
@@ -266,24 +276,16 @@ def _read_file(
     yield row(task=file, file_record=to_json(record))
 
 
-def _parse_and_mark(
-    draft: Draft,
-    bucket_count: int,
-    options: Options,
-    privacy: Privacy,
-    delays_s: Sequence[float],
-    counter: AttemptCounter | None,
-    batch: pa.Table,
-) -> pa.Table:
+def _parse_and_mark(parsing: _Parsing, counter: AttemptCounter | None, batch: pa.Table) -> pa.Table:
     """Parses the block of a row of `_read_file`: a row with its outcome. Other rows pass."""
     row = batch.to_pylist()[0]
 
     def work(draft: Draft, task: str, row: dict[str, Any]) -> TaskRecord:
-        return _parse_block(draft, bucket_count, options, privacy, row)
+        return _parse_block(parsing, row)
 
     if row["lines"] is not None:
         block = {"task": row["task"], "argument": row}
-        row["outcome"] = json.dumps(run_task(draft, work, delays_s, counter, block))
+        row["outcome"] = json.dumps(run_task(parsing.draft, work, DELAYS_S, counter, block))
     return pa.table(
         {
             "task": [row["task"]],
@@ -294,15 +296,14 @@ def _parse_and_mark(
     )
 
 
-def _parse_block(
-    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, row: dict[str, Any]
-) -> TaskRecord:
+def _parse_block(parsing: _Parsing, row: dict[str, Any]) -> TaskRecord:
     """Parses one block of lines into its file of comments, filed by bucket."""
+    draft, bucket_count, privacy = parsing.draft, parsing.bucket_count, parsing.privacy
     malformed = raw.Rejects()
     parse = parse_submissions if row["kind"] == "submissions" else parse_comments
     comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
     lines = comments.num_rows + malformed.counts.total()
-    comments, other_subreddits, redacted = normalise(comments, options, privacy)
+    comments, other_subreddits, redacted = normalise(comments, parsing.options, privacy)
     hashes = thread_hashes(comments["thread"].combine_chunks())
     buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
     malformed.save(draft, row["task"], privacy)

@@ -38,6 +38,7 @@ _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece tha
 _MOST_HASHED = (
     262_144  # characters of a run that is one piece: the ids that models were trained with
 )
+_MOST_CHARACTERS_PER_TOKEN = 64  # 60 tokens of a run of 1.5 million characters took a second
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
 _LONGEST_KEPT_RUN = 256  # characters; runs of megabytes would take all memory
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -91,18 +92,23 @@ class Subwords:
         self._id_of_piece = id_of_piece
         self._buckets = buckets
         self._longest = max(map(len, id_of_piece), default=1)
-        self._ids_of_run = lru_cache(_KEPT_RUNS)(self._look_up)
+        self._ids_of_run = lru_cache(_KEPT_RUNS)(lambda run: tuple(self._look_up(run)))
 
     @property
     def pad(self) -> int:
         return len(self._id_of_piece) + self._buckets
 
     def ids(self, text: str, limit: int | None = None) -> list[int]:
-        """The ids of a text, or its first `limit`; the rest of the text is not read."""
+        """The ids of a text, or its first `limit`; the rest of the text is not read, nor is what lies beyond
+        262,144 characters and 64 for each of them."""
+        if limit is not None:
+            text = text[: max(_MOST_HASHED, limit * _MOST_CHARACTERS_PER_TOKEN)]
         ids = (
             number
             for run in runs(text)
-            for number in (self._look_up if len(run) > _LONGEST_KEPT_RUN else self._ids_of_run)(run)
+            for number in (
+                self._ids_of_run(run) if len(run) <= _LONGEST_KEPT_RUN else self._look_up(run)
+            )
         )
         return list(itertools.islice(ids, limit))
 
@@ -118,8 +124,8 @@ class Subwords:
             yield run[start:end]
             start = end
 
-    def _look_up(self, run: str) -> tuple[int, ...]:
-        return tuple(map(self._id, self.pieces(run)))
+    def _look_up(self, run: str) -> Iterator[int]:
+        return map(self._id, self.pieces(run))
 
     def _id(self, piece: str) -> int:
         number = self._id_of_piece.get(piece)

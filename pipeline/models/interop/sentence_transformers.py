@@ -31,7 +31,9 @@ limit: pairs of texts within their own limits have the same scores.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,9 +43,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import normalizers
 from torch import Tensor, nn
 
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput, flatten, require
 from pipeline.models.encoder import ADAPTER, HOW_TO_MERGE, Encoder, read_weights
 from pipeline.models.heads import BiEncoder, CrossEncoder, DualEncoder
 from pipeline.models.ranker import Ranker, new_network, set_head
@@ -57,6 +61,17 @@ _ACTIVATIONS = {
     name: f"torch.nn.modules.activation.{layer}"
     for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
 }
+_WEIGHTS = "model.safetensors"
+_TASKS = ("feature-extraction", "sequence-classification")
+_READ = (
+    r"max_seq_length|do_lower_case|(query|document)_length|processing_kwargs\.text\.max_length"
+    r"|(tokenizer_args|processor_kwargs)\.model_max_length"
+)
+"""The settings of a Transformer that are read, in all versions of the library."""
+_WITHOUT_EFFECT = (
+    r"transformer_task|module_output_name|unpad_inputs|modality_config\..*"
+    r"|model_(args|kwargs)\.(attn_implementation|(torch_)?dtype|add_pooling_layer)"
+)
 _CLASSIFIER = "ForSequenceClassification"
 _VECTOR = "sentence_embedding"  # its name between modules
 _IDENTITY = "torch.nn.modules.linear.Identity"
@@ -64,13 +79,16 @@ _CLASSIFIERS = {
     "albert": ("albert.pooler", "tanh", "classifier"),
     "bert": ("bert.pooler.dense", "tanh", "classifier"),
     "camembert": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "data2vec-text": ("classifier.dense", "tanh", "classifier.out_proj"),
     "deberta-v2": ("pooler.dense", "pooler_hidden_act", "classifier"),
     "distilbert": ("pre_classifier", "relu", "classifier"),
     "electra": ("classifier.dense", "gelu", "classifier.out_proj"),
+    "ernie": ("ernie.pooler.dense", "tanh", "classifier"),
     "modernbert": ("head.dense", "classifier_activation", "classifier"),
     "mpnet": ("classifier.dense", "tanh", "classifier.out_proj"),
     "roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
     "xlm-roberta": ("classifier.dense", "tanh", "classifier.out_proj"),
+    "xlm-roberta-xl": ("classifier.dense", "tanh", "classifier.out_proj"),
 }
 """By the model type: the layer before the score, its activation or the name of that setting, the score."""
 
@@ -118,6 +136,9 @@ def load(folder: Path, lengths: Lengths) -> Ranker:
         ranker = _load(folder, lengths)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BadInput(f"{folder}: not in the form of sentence-transformers ({error!r})") from None
+    for name, value in ranker.named_parameters():
+        if not value.isfinite().all():
+            raise BadInput(f"{folder}: {name} has weights that are not finite")
     config = ranker.config
     assert isinstance(config, OnEncoderConfig)
     if config.context_prompt or config.candidate_prompt:
@@ -190,6 +211,9 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
         context_prompt=context.prompts.context,
         candidate_prompt=candidate.prompts.candidate,
     )
+    if candidate.transformer.tokenizer.hf.truncation_side == "left" and len(chains) == 1:
+        print(f"{candidate.transformer.folder}: truncation_side: left out: long candidates keep their "
+              "beginning", file=sys.stderr, flush=True)  # fmt: skip
     texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
     are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
         [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
@@ -292,7 +316,8 @@ def _chain(folder: Path) -> _Chain:
     if not path.exists():
         reason = f"modules.json is missing{_other_model(folder)}"
         raise BadInput(f"{folder}: not of sentence-transformers ({reason})")
-    modules = _modules(folder)
+    # Dropout does nothing after training.
+    modules = [module for module in _modules(folder) if module[0] != "Dropout"]
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
@@ -351,22 +376,82 @@ def _transformer(folder: Path) -> _Transformer:
     encoder, tokenizer = Encoder.load(folder), Tokenizer.load(folder)
     if tokenizer.hf.backend_tokenizer.encode("a b").ids != tokenizer.candidates(["a b"], 9)[0]:
         raise BadInput(f"{folder}: its texts are not [CLS] text [SEP]")
-    limits = [encoder.positions, tokenizer.hf.model_max_length]
-    normaliser = tokenizer.hf.backend_tokenizer.normalizer
-    lowers = normaliser is not None and normaliser.normalize_str("A") == "a"
-    of_tasks = [0, 0]
-    for path in folder.glob("sentence_*_config.json"):
-        config = _json(path)
-        if config.get("do_lower_case") and not lowers:
-            raise BadInput(f"{path}: do_lower_case: true is not allowed; allowed: false")
-        if config.get("max_seq_length"):
-            limits[1] = config["max_seq_length"]
-        if most := ((config.get("processing_kwargs") or {}).get("text") or {}).get("max_length"):
-            limits.append(most)
-        of_tasks = [config.get(f"{task}_length") or 0 for task in ("query", "document")]
-    most = min(limits)
-    sides = Lengths(*(min(limit, most) or most for limit in of_tasks))
+    _require_rows(folder, encoder, tokenizer)
+    _require_own_outputs(folder, encoder, tokenizer)
+    settings = _settings(folder)
+    if settings.get("do_lower_case"):
+        _lower_case(tokenizer.hf.backend_tokenizer)
+    own_limit = settings.get("max_seq_length") or settings.get("model_max_length")
+    limits = [encoder.positions, own_limit or tokenizer.hf.model_max_length]
+    most = min(*limits, settings.get("max_length") or limits[0])
+    of_tasks = [settings.get(f"{task}_length") or most for task in ("query", "document")]
+    sides = Lengths(*(min(limit, most) for limit in of_tasks))
     return _Transformer(folder, encoder, tokenizer, most, sides)
+
+
+def _require_rows(folder: Path, encoder: Encoder, tokenizer: Tokenizer) -> None:
+    """Raises BadInput where a text may have a token without an embedding. Special tokens are no text."""
+    rows = encoder.hf.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= rows:
+        return
+    special = {
+        token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special
+    }
+    for token, number in tokenizer.hf.get_vocab().items():
+        if number >= rows and token not in special:
+            raise BadInput(f"{folder}: the tokenizer has the token {token!r} of the id {number}, the model "
+                           f"has {rows:,} embeddings")  # fmt: skip
+
+
+def _require_own_outputs(folder: Path, encoder: Encoder, tokenizer: Tokenizer) -> None:
+    """Raises BadInput unless a text beside a longer one has the outputs that `transformers` gives for it
+    alone: of some networks (FNet, Nyströmformer) they depend on the padding, or are random (YOSO)."""
+    texts = ["a b", "a b a b a b"]
+    alone = tokenizer.hf(texts[0], return_tensors="pt")
+    names = inspect.signature(encoder.hf.forward).parameters
+    tokens = tokenizer.batch(tokenizer.candidates(texts, encoder.positions))
+    with torch.no_grad():
+        expected_TD = encoder.hf(
+            **{n: v for n, v in alone.items() if n in names}
+        ).last_hidden_state[0]
+        found_TD = encoder(tokens)[0, : len(expected_TD)]
+    if not expected_TD.isfinite().all():
+        raise BadInput(f"{folder}: its outputs are not finite, so its weights are damaged")
+    scale = expected_TD.abs().max().clamp(min=1)
+    if not torch.allclose(found_TD, expected_TD, rtol=0, atol=1e-3 * scale.item()):
+        raise BadInput(f"{folder}: {type(encoder.hf).__name__} gives a text other outputs beside other texts "
+                       "than alone; allowed: networks such as BERT")  # fmt: skip
+
+
+def _lower_case(fast: FastTokenizer) -> None:
+    """Makes a tokenizer read texts in lower case, if it does not."""
+    normaliser = fast.normalizer
+    if normaliser is None or normaliser.normalize_str("A") != "a":
+        others = [] if normaliser is None else [normaliser]
+        fast.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The settings of a Transformer, by the last part of their names. Says which others it leaves out."""
+    # The library has a name for each family, and tries BERT's first.
+    paths = sorted(
+        folder.glob("sentence_*_config.json"), key=lambda path: "_bert_" not in path.name
+    )
+    if not paths:
+        return {}
+    path, settings = paths[0], flatten(_json(paths[0]))
+    task = settings.get("transformer_task") or _TASKS[0]
+    require(task in _TASKS, f"{path}: transformer_task", task, ", ".join(_TASKS))
+    known = f"{_READ}|{_WITHOUT_EFFECT}"
+    left_out = [
+        name
+        for name, value in settings.items()
+        if value not in (None, "", []) and not re.fullmatch(known, name)
+    ]
+    if left_out:
+        print(f"{path}: settings left out: {', '.join(left_out)}", file=sys.stderr, flush=True)
+    read_names = (name for name in settings if re.fullmatch(_READ, name))
+    return {name.split(".")[-1]: settings[name] for name in read_names}
 
 
 def _reduction(folder: Path) -> Reduction:
@@ -402,10 +487,14 @@ def _factor(layer: _Dense, folder: Path) -> float:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise BadInput(f"{folder}: no weights (*.safetensors is missing; pickles such as "
+    """Those of the one file, or of the shards of an index: others may lie beside them."""
+    index = folder / f"{_WEIGHTS}.index.json"
+    is_sharded = index.exists() and not (folder / _WEIGHTS).exists()
+    names = sorted(set(_json(index)["weight_map"].values())) if is_sharded else [_WEIGHTS]
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise BadInput(f"{folder}: no weights ({missing[0]} is missing; pickles such as "
                        "pytorch_model.bin are never loaded)")  # fmt: skip
+    files = [folder / name for name in names]
     return {name: value.float() for file in files for name, value in read_weights(file).items()}
 
 
@@ -573,7 +662,7 @@ def _write_model(
             _write_json(folder / name / "config.json", module.config)
         if module.weights:
             weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
-            save_file(weights, folder / name / "model.safetensors")
+            save_file(weights, folder / name / _WEIGHTS)
     types = [f"sentence_transformers.models.{kind}" for _, kind in listing]
     entries = [
         {"idx": number, "name": str(number), "path": path, "type": types[number]}

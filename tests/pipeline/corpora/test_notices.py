@@ -73,7 +73,20 @@ NOTICES = [
     "Este comentario fue eliminado por un moderador.", "Este comentário foi removido.",
     "Questo commento è stato rimosso.", "Комментарий удалён модератором.", "Комментарий удален",
     "Deze reactie is verwijderd.", "Ten komentarz został usunięty.", "该评论已被删除",
-    "このコメントは削除されました",
+    "このコメントは削除されました", "Sorry, this post was removed by Reddit's filters.",
+    "Sorry, this post has been removed by the moderators of r/pics.",
+    "Sorry, this post was deleted by the person who originally posted it.",
+    "Removed by Reddit's Anti-Harassment filter", "[purged]", "[erased]", "[censored]", "# [deleted]",
+    "What was here is gone. Redact was used by the author to delete this post.",
+    "This specific post was deleted and anonymized. Redact was used for it, possibly for privacy.",
+    "The content of this post was permanently deleted using Redact", "Edited with PowerDeleteSuite",
+    "This comment was archived by an automated script. Please see /r/PowerDeleteSuite for more info",
+    "This user has deleted this comment in protest", "User deleted comment", "Removed (Rule 1)",
+    "Rule 4 - removed", "Removed, Rule II", "Your comment was removed for being uncivil.",
+    "Removed: low effort", "Comment removed: personal attack", "Locked and removed.", "Thread nuked.",
+    "[comment chain removed]", "This post has been locked and removed by the moderators",
+    "[supprimé par l'utilisateur]", "[deletado pelo usuário]", "[تم الحذف]", "[raderat]", "[smazáno]",
+    "[șters]", "[διαγράφηκε]", "[נמחק]", "[đã xóa]", "[dihapus]", "[ถูกลบ]", "[हटाया गया]", "[изтрито]",
 ]  # fmt: skip
 TEXTS = [
     "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
@@ -119,6 +132,11 @@ TEXTS = [
     "Content deleted. Did you save it?", "removed rule 3 from the sidebar", "Removed. The rules are silly.",
     "This comment was removed by Reddit? I can still see it.", "This has been removed from the rule book.",
     "User deleted his account yesterday", "Thread removed. Typical.", "Account deleted, huh?",
+    "I deleted my account with Redact and it works great.", "Redact is a good tool, I used it.",
+    "Redact the names, please.", "The library was archived by the school.", "Removed for racing.",
+    "User deleted his comment and ran away", "Rule 4 was removed last year.", "Removed for good.",
+    "Your comment was removed for no reason at all.", "The thread was nuked from orbit, lol",
+    "Comments nuked? Why?", "[edited for clarity]", "Sorry, this was removed by me by accident",
 ]  # fmt: skip
 
 

@@ -281,7 +281,7 @@ def test_only_subreddits_that_are_asked_for_are_used_whatever_their_case():
 
 def test_responses_with_a_low_score_or_none_are_left_out_but_may_be_contexts():
     comments = [comment("low", "root", score=1), comment("high", "low", score=2),
-                comment("none", "root"), comment("text", "root", score="9")]  # fmt: skip
+                comment("none", "root"), comment("text", "root", score="high")]  # fmt: skip
     assert kept(Options(min_score=2), *comments) == ["high"]
     assert kept(Options(min_score=-5), *comments) == ["low", "high"]
     assert kept(Options(), *comments) == ["low", "high", "none", "text"]
@@ -391,6 +391,20 @@ def test_a_submission_is_the_first_turn_of_its_thread(selftext, turn):
     assert not rejects.counts
 
 
+@pytest.mark.parametrize(
+    ("title", "selftext", "body"),
+    [
+        ("A title", "its text", "A title\nits text"),
+        ("[deleted by user]", "its text", "its text"),
+        ("[deleted by user]", "[removed]", "[deleted by user]"),  # which `normalise` drops
+        ("A title", "[removed]", "A title"),
+    ],
+)
+def test_a_notice_is_no_title_and_no_text_of_a_submission(title, selftext, body):
+    data = lines_of([{**SUBMISSION, "title": title, "selftext": selftext}])
+    assert parse_submissions(data, "RS", 1, raw.Rejects())["body"].to_pylist() == [body]
+
+
 def test_rejected_comments_are_kept_to_look_at():
     table, *_ = normalise(parsed([comment("a"), comment("b", "a", "short")]), Options(), PLAIN)
     _, rejects = build_examples(table, Options())
@@ -417,6 +431,23 @@ def reason_of(line: bytes) -> str:
 
 
 GOOD = json.dumps(comment("c")).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "author", "score"),
+    [
+        ({"author": None, "score": 5.0}, "[deleted]", 5),
+        ({"score": "-5"}, "author of d", -5),
+        ({"score": "hidden"}, "author of d", None),
+        ({"score": 5.5}, "author of d", None),
+    ],
+)
+def test_fields_are_read_as_other_programs_write_them(fields, author, score):
+    rejects = raw.Rejects()
+    data = GOOD + b"\n" + json.dumps(comment("d", **fields)).encode() + b"\n"
+    rows = parse_comments(data, "RC", 1, rejects).to_pylist()
+    assert [(row["id"], row["author"], row["score"]) for row in rows[1:]] == [("d", author, score)]
+    assert not rejects.counts
 
 
 @pytest.mark.parametrize(

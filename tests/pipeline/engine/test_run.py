@@ -161,6 +161,21 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("here")
+def test_a_store_that_refuses_a_task_is_one_line(out, tmp_path, capsys):
+    """Such as on a node without the role; it was a traceback for each of 20 tasks."""
+    error = "When reading 'k' for key 'k' in bucket 'b': AWS Error ACCESS_DENIED during GetObject operation"
+
+    def work(draft, name, argument):
+        tempfile.mkstemp(prefix="tried-", dir=tmp_path)
+        raise OSError(error)
+
+    with pytest.raises(BadInput, match=r"^b/k: the object store refuses access: .* \(on "):
+        run_tasks(out, dict.fromkeys("abc", 1), work, "-", TaskRecord)
+    assert len(list(tmp_path.glob("tried-*"))) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "gone"), ArithmeticError("no")])
 def test_what_another_try_cannot_mend_is_tried_once(out, tmp_path, error):
     def work(draft, name, argument):

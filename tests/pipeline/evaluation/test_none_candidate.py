@@ -49,7 +49,7 @@ def test_the_least_score_hides_few_right_answers_and_what_lies_below_it(fixed):
     assert least == (11.0, 1 / 36, 0.5, 6 / 40)
     absent = sum((9.0 + n / 2 if n < 36 else 8.0 + n % 2 * 10) < 11.0 for n in range(40))
     assert absent == 6
-    assert "below a score of 11 lie 3% of the right first answers, 50% of the wrong" in str(least)
+    assert "below a score of 11 hides 3% of the right first answers, 50% of the wrong" in str(least)
 
 
 def test_without_a_right_answer_there_is_no_least_score(fixed):

@@ -394,6 +394,8 @@ def test_without_torchs_private_operators_the_numbers_are_the_same(monkeypatch, 
         torch.randint(-127, 128, (4, 8), generator=generator).to(torch.int8) for _ in range(2)
     )
 
+    small_weight = weight.clamp(-torch_operators.MOST_LEVEL, torch_operators.MOST_LEVEL)
+
     def results():
         products = [
             torch_operators.linear(
@@ -407,15 +409,18 @@ def test_without_torchs_private_operators_the_numbers_are_the_same(monkeypatch, 
         torch_operators.add_to_each(moved, [k, q], alpha=-0.5)
         sums = torch.empty(4, 4, dtype=torch.int32)
         assert torch_operators.int8_mm(rows, weight.T, out=sums) is sums
-        product = torch_operators.int8_product(rows, weight)
+        laid_out = torch_operators.lay_out_int8(small_weight)
+        product = torch_operators.int8_linear(rows, small_weight, torch.ones(4), laid_out)
         return [*products, *attended, *moved, sums, product]
 
     private = results() if processor().avx512 else None
-    for name in ("_lay_out", "_linear", "_attention", "_int8_product", "_add_to_each"):
+    for name in (
+        "_lay_out", "_linear", "_attention", "_int8_product", "_int8_linear", "_add_to_each",
+    ):  # fmt: skip
         monkeypatch.setattr(torch_operators, name, None)
     public = results()
-    for sums in public[-2:]:
-        assert torch.equal(sums.long(), rows.long() @ weight.long().T)
+    for sums, factor in zip(public[-2:], (weight, small_weight), strict=True):
+        assert torch.equal(sums.long(), rows.long() @ factor.long().T)
     for one, other in zip(private or public, public, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=1e-5)
 

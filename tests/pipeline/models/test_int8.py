@@ -10,32 +10,36 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import BadInput
 from pipeline.engine.resources import precision_of_tasks
-from pipeline.models import inference
+from pipeline.models import inference, int8
 from pipeline.models.int8 import Int8Linear
 from pipeline.models.precision import resolve_precision
 
 TEXTS = ["zum zum bar", "lorem", "zum ipsum dolor sit amet lorem ipsum"]
 
 
+@pytest.mark.parametrize("most", [63, 127])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_those_of_the_formula(bias):
+def test_products_are_those_of_the_formula(bias, most, monkeypatch):
+    monkeypatch.setattr(int8, "_AT_ONCE", 48)  # two rows
     layer, inputs_NI = nn.Linear(24, 40, bias=bias), torch.randn(7, 24)
     inputs_NI[2] = 0
+    inputs_NI[4] = 3.0  # with the weights of the first output the largest sums that there are
+    layer.weight.data[0] = 1.0
 
-    def levels(rows):
-        scale = np.abs(rows).max(axis=1, keepdims=True).clip(1e-12) / 127
+    def levels(rows, most):
+        scale = np.abs(rows).max(axis=1, keepdims=True).clip(1e-12) / most
         return np.rint(rows / scale), scale
 
-    x, s_x = levels(inputs_NI.numpy())
-    w, s_w = levels(layer.weight.detach().numpy())
+    x, s_x = levels(inputs_NI.numpy(), 127)
+    w, s_w = levels(layer.weight.detach().numpy(), most)
     expected = (x @ w.T) * s_x * s_w.T
     if bias:
         expected += layer.bias.detach().numpy()
-    found = Int8Linear.of(layer)(inputs_NI)
+    found = Int8Linear.of(layer, most)(inputs_NI)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     exact = layer(inputs_NI).detach()
     assert (found - exact).abs().max() < 0.03 * exact.abs().max()
-    assert Int8Linear.of(layer)(inputs_NI.bfloat16()).dtype == torch.bfloat16
+    assert Int8Linear.of(layer, most)(inputs_NI.bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_wide_layer_takes_memory_for_its_products_and_its_outputs_alone():

@@ -19,6 +19,8 @@ import torch
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
+from pipeline.corpora.file_tasks import ParseReport
+from pipeline.corpora.formats.tables import TableFormat
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
@@ -349,7 +351,7 @@ def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
         ("a.jsonl", b'{"id": 1, "text": "a"}\nnot JSON\n', "1 of 2 records (50.0%) are malformed"),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
         ("a.jsonl", b"", "no text to embed (no rows)"),
-        ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed ({'text is empty': 1})"),
+        ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed (1 text is empty)"),
     ],
 )
 def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, name, data, message):
@@ -359,6 +361,14 @@ def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, n
     assert message in str(refused.value)
     assert message[:2] in ("no", "1 ") or str(tmp_path / name) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_file_without_rows_among_others_is_noted(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n")
+    report = ParseReport()
+    table = candidates.CandidateTable(("id", "text"), TableFormat(), 1000)
+    assert not list(candidates._rows(str(tmp_path / "a.csv"), table, Reading(), report, None))
+    assert report.notes == [f"{tmp_path}/a.csv: holds no records"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_a_lock_that_nobody_renews_is_taken_over_and_that_is_said(pools, capsys)
     leave(pools, number=4, until=time.time() - 1)
     with locked(pools, "p", 60) as held:
         assert files(pools) == ["00000005.json"]
-        assert "took over the lock of pid 1 on far, since 1970-01-01" in capsys.readouterr().out
+        said = "took over the lock of pid 1 on far, since 1970-01-01 00:00:00 UTC, who is gone\n"
+        assert said in capsys.readouterr().out
         held.check()
 
 
@@ -162,6 +163,17 @@ def test_a_beat_ends_where_the_lock_is_another_s(pools):
         storage.write_bytes(held.lease_file.uri, b'{"token": "another", "until": 0}')
         assert not held.lease_file.renew()
         assert b"another" in storage.read_bytes(held.lease_file.uri)
+
+
+def test_a_lock_that_cannot_be_given_back_hides_no_failure(pools, monkeypatch):
+    """Where the store refuses everything, the first refusal says more than that of the lock."""
+
+    def refuse(uri):
+        raise OSError("AWS Error ACCESS_DENIED")
+
+    with pytest.raises(ValueError, match="the job's own"), locked(pools, "p", 60):
+        monkeypatch.setattr(storage, "read_bytes", refuse)
+        raise ValueError("the job's own")
 
 
 def test_a_lease_keeps_a_version_until_it_is_given_back_or_runs_out(pools):

@@ -161,11 +161,11 @@ def test_vectors_are_the_same_for_the_same_model_whatever_rows_and_shards(
     assert not versions.has_vectors_of(pool, now, wanted, "fp32")
 
 
-def test_a_current_version_that_is_damaged_is_no_version_before(tmp_path, capsys):
+def test_a_pool_without_versions_has_none_before(tmp_path, capsys):
     (tmp_path / "p").mkdir()
-    assert versions.open_current(str(tmp_path), "p") is None
+    assert versions.open_before(str(tmp_path), "p") is None
     assert capsys.readouterr().out == ""
     (tmp_path / "p" / "CURRENT").write_text("v-gone\n")
-    assert versions.open_current(str(tmp_path), "p") is None
-    assert "nothing is copied, as its CURRENT version cannot be opened" in capsys.readouterr().out
+    assert versions.open_before(str(tmp_path), "p") is None
+    assert "pool p: its CURRENT version cannot be opened" in capsys.readouterr().out
     assert not list(Path(tmp_path).glob("p/v-*"))

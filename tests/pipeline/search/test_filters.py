@@ -51,6 +51,26 @@ def test_what_is_selected_is_what_is_found(pool, options, rows):
         assert answer.certified
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "rows"),
+    [
+        (["9.5", "10", "-0.25", "5"], "9.50", [0]),
+        (["9.5", "10", "-0.25", "5"], "10.00", [1]),
+        (["9.5", "10", "-0.25", "5"], "-0.250", [2]),
+        (["9.5", "10", "-0.25", "5"], "50", []),
+        (["3.1", "3.10", "3", "2.20"], "3.10", [1]),
+        (["3.1", "3.11", "3", "2.20"], "3.10", []),  # versions are no numbers
+    ],
+)
+def test_a_number_is_found_however_many_zeros_end_it(tmp_path, publish_pool, column, value, rows):
+    out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
+    ids = [f"id{n}" for n in range(4)]
+    table = pa.table([ids, ids, ids, column, column], SCHEMA)
+    matrix = np.arange(4, dtype=np.float32)[:, None]
+    pool = Pool.open(publish_pool(out, [(table[:2], matrix[:2]), (table[2:], matrix[2:])]).uri)
+    assert np.flatnonzero(select(pool, where={"size": [value]})).tolist() == rows
+
+
 def test_a_few_rows_of_many_are_picked_out(tmp_path, publish_pool, monkeypatch):
     out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
     matrix = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_a_file_with_several_names_by_links_comes_once(tmp_path):
     assert storage.expand([linked, str(tmp_path)]) == [linked]
 
 
+@pytest.mark.parametrize("root", ["file://", "file:", "file://localhost"])
+def test_a_file_uri_has_percent_escapes_and_the_name_of_a_file_has_none(tmp_path, root):
+    names = write(tmp_path, "a b/100%.csv", "a b/a%20b.csv", "a b/ü#1?.csv")
+    escaped = (tmp_path / "a b").as_uri().removeprefix("file://")
+    assert storage.expand([root + escaped]) == names
+    assert storage.expand([f"{root}{escaped}/%C3%BC%231%3F.csv"]) == names[-1:]
+    assert storage.expand([f"{root}{tmp_path}/a b/100%.csv"]) == names[:1]
+
+
 def test_a_uri_with_a_password_is_refused_and_not_shown():
     for uri in ("s3://KEY:hidden@bucket/a", "sftp://me:hidden@host/a?b=c"):
         with pytest.raises(BadInput, match="has a password, which manifests") as refused:
@@ -70,6 +80,17 @@ def test_input_without_files_is_refused(tmp_path):
         storage.expand([str(tmp_path)])
     with pytest.raises(BadInput, match=r"^--input: no file is named$"):
         storage.expand([])
+    with pytest.raises(BadInput, match=r"^input: '' is not allowed; allowed: a file or a folder$"):
+        storage.expand(
+            [""]
+        )  # "$DATA" of a shell without DATA; pathlib takes it for the current folder
+    with pytest.raises(
+        BadInput, match=r"\*\.csv: no such file or folder; patterns are not expanded$"
+    ):
+        storage.expand([str(tmp_path / "*.csv")])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match=r"pipe: a pipe or a device; allowed: a file or a folder$"):
+        storage.expand([str(tmp_path / "pipe")])
     with pytest.raises(BadInput, match=r"^nope://x/y: no file system for this URI"):
         storage.expand(["nope://x/y"])
 
@@ -137,6 +158,16 @@ def test_files_are_written_listed_read_and_deleted_alike_everywhere(scheme, tmp_
     storage.delete(storage.join(root, "a"))
     assert not storage.exists(uri)
     assert storage.list_files(root) == []
+
+
+def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/a.txt'"):
+        storage.write_bytes(str(tmp_path / "a.txt"), b"x")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_path, monkeypatch):

@@ -68,6 +68,25 @@ def test_a_truncated_or_missing_file_is_refused(checkpoint, name, share):
     assert str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize("place", [0.1, 0.7, 0.99])
+def test_a_file_of_the_whole_length_that_ends_in_zeros_is_refused(checkpoint, place):
+    """As a machine that lost its power leaves it. Without the checksum its weights would be 0."""
+    path = checkpoint[-1] / "state.safetensors"
+    data = path.read_bytes()
+    kept = data[: int(len(data) * place)]
+    path.write_bytes(kept.ljust(len(data), b"\0"))
+    with pytest.raises(BadInput, match=f"^{checkpoint[-1]}: not a training state"):
+        read_saved(checkpoint[-1])
+
+
+def test_a_state_of_an_earlier_version_has_no_checksum(checkpoint):
+    path = checkpoint[-1] / "state.json"
+    structure = json.loads(path.read_text())
+    assert structure.pop("crc32")
+    path.write_text(json.dumps(structure))
+    assert read_saved(checkpoint[-1]).state["step"] == 7
+
+
 class Pair(NamedTuple):
     ids: torch.Tensor
     lengths: tuple[int, ...]
@@ -88,9 +107,9 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
     ({"1": [False], "2": []}, ""), ({}, ""),
 ])  # fmt: skip
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
-    checkpoint, tmp_path_factory, whole, expected
+    checkpoint, tmp_path_factory, whole, expected, capsys
 ):
-    """A kill may truncate one that is being written. Other attempts are removed."""
+    """A kill may truncate one that is being written, which is said. Other attempts are removed."""
     root = tmp_path_factory.mktemp("checkpoints")
     for attempt, checkpoints in whole.items():
         (root / attempt).mkdir()
@@ -101,6 +120,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
                 (folder / "state.safetensors").write_bytes(b"")
     found = last_checkpoint(str(root))
     assert found == (str(root / expected) if expected else "")
+    newest = max(
+        ((name, n) for name, flags in whole.items() for n in range(len(flags))), default=None
+    )
+    is_whole = newest is None or whole[newest[0]][newest[1]]
+    assert capsys.readouterr().out.count("the run goes on from the one before") == (not is_whole)
     assert [path.name for path in root.iterdir()] == ([expected[0]] if expected else [])
 
 

@@ -1,13 +1,24 @@
-"""How fast a training is, over all its reports, and what it needed."""
+"""How fast a training is, over all its reports, and what it needed; its checkpoints on the node's disk."""
 
 from __future__ import annotations
+
+import errno
+import os
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.training.launch import Pace
+from pipeline.config import Terminated
+from pipeline.engine import executors
+from pipeline.training.launch import Pace, _Rank, fit
 from pipeline.training.loop import Progress
+from pipeline.training.settings import LoopConfig, Workers
 
 CPU = torch.device("cpu")
 
@@ -28,3 +39,43 @@ def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(200 << 20, np.uint8)
     after = pace.measure(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
     assert 150 < after - before < 250
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_no_files_behind(tmp_path, monkeypatch):
+    """Each attempt on a full disk would leave less room on it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    written = list[str]()
+
+    def keep(folder, metrics):
+        written.extend(path.name for path in folder.iterdir())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rank = _Rank(None, 0, 1, CPU, print, keep, lambda: None, lambda: False)
+    with pytest.raises(OSError, match="No space left"):
+        rank._save_checkpoint({"step": 1, "module": {"weight": torch.ones(3)}}, [0])
+    assert sorted(written) == ["cursor-00000.json", "state.json", "state.safetensors"]
+    assert not list(tmp_path.iterdir())
+
+
+@dataclass(frozen=True)
+class GoneWithRay:
+    """SIGTERM comes, and then whatever a Ray without its processes raises."""
+
+    loop: LoopConfig = field(default_factory=LoopConfig)
+
+    def build(self, rank: int, world: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for thread in threading.enumerate():
+            if thread.name == "sigterm":  # it ends when it has noticed
+                thread.join()
+        raise RuntimeError("the actor is unavailable")
+
+
+def test_sigterm_to_all_processes_is_one_line(tmp_path):
+    """As `timeout`, systemd and Slurm send it: the worker that would save its step is dead, too."""
+    draft = SimpleNamespace(path=lambda *parts: str(tmp_path.joinpath(*parts)))
+    with (
+        executors.in_this_process(),
+        pytest.raises(Terminated, match="the same command resumes at"),
+    ):
+        fit(GoneWithRay(), 1, Workers(), draft, SimpleNamespace(log=print), "training")

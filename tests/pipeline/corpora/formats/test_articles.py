@@ -60,6 +60,13 @@ from pipeline.corpora.formats.articles import count_words, split_sentences
         ["Dit is bijv. Amsterdam, tj. Kraków, TP. Hồ Chí Minh.", "Het is mooi."],
         ["डॉ. शर्मा आए।", "वह गए।"],
         ["It is version 2.0 of it.", "9 more came."],
+        ["भारत एक देश है|", "इसकी राजधानी दिल्ली है |", "यह बड़ी है।"],
+        ["그는 1990. 3. 1. 태어났다.", "그리고 갔다."],
+        ["Er kam am 3. 12. 1990 und am 4. Sept. 1991.", "Der 1. FC Köln gewann."],
+        ["Яблоки, груши и т. д.", "Потом он ушёл, т. е. Иван.", "— Куда?", "— Домой."],
+        ["It has 3 floors.", "$5 is paid.", "—¿Dónde?", "—Aquí, Dña. María."],
+        ["አዲስ፡አበባ፡ዋና፡ከተማ፡ናት፡፡", "ትልቅ፡ናት፡፡"],
+        ["ܐܘܪܫܠܡ ܡܕܝܢܬܐ܀", "ܪܒܬܐ܀"],
         ["no capital. so no end."],
         ["Wait... for it."],
         ["one"],
@@ -74,7 +81,7 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
     parts = [
         "今天天气很好。", "我们去公园！", "你来吗？", "彼は「行く。」と言った。", "そして帰った。",
         "他说：“在厨房里。”", "她走了。", "ﾀﾞｲﾄﾞｺﾛ｡", "円周率は３．１４である．", "यह है।",
-        "ཁོང་གིས་སྒྲུང་གསུམ་བྲིས།", "ᱩᱱᱤ ᱚᱞ ᱟ᱾", "ꯃꯍꯥꯛꯅ ꯏꯏ꯫", "वह नहीं है।",
+        "彼は来た（昨日。）。", "ཁོང་གིས་སྒྲུང་གསུམ་བྲིས།", "ᱩᱱᱤ ᱚᱞ ᱟ᱾", "ꯃꯍꯥꯛꯅ ꯏꯏ꯫", "वह नहीं है।",
     ]  # fmt: skip
     assert split_sentences(space.join(parts)) == parts
 
@@ -87,6 +94,7 @@ def test_chinese_and_japanese_sentences_need_no_space_between_them(space):
         ("ไปโรงเรียน", 6),
         ("སྒྲུང་གསུམ", 6),
         ("Да, он.", 2),
+        ("አዲስ፡አበባ፡ከተማ፡ናት፡፡", 4),
     ],
 )
 def test_letters_of_scripts_without_spaces_are_counted(text, words):

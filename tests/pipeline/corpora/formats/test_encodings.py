@@ -88,6 +88,18 @@ def test_another_encoding_than_the_named_one_is_refused(tmp_path):
     assert "not in --pairs.encoding utf-16" in message
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "cp1251", "latin-1"])
+def test_a_file_in_utf8_is_not_read_in_the_named_encoding(tmp_path, encoding):
+    """Every byte is a letter in cp1252: Ã¼ for ü."""
+    message = refusal(tmp_path / "x.csv", TEXT.encode(), encoding=encoding)
+    assert "x.csv: is UTF-8, where 'é' is a letter; allowed: leave out --pairs.encoding" in message
+
+
+def test_another_delimiter_is_named_where_a_column_has_a_comma(tmp_path):
+    message = refusal(tmp_path / "x.csv", b"Frage, lang;Antwort\na;b\n")
+    assert message.endswith("separated by ';', which --pairs.delimiter ';' reads)")
+
+
 def test_an_array_has_an_encoding_too(tmp_path):
     data = json.dumps([{"context": "café", "response": "tee"}], ensure_ascii=False, indent=1)
     message = refusal(tmp_path / "x.json", data.encode("cp1252"))

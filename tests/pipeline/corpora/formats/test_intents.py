@@ -200,6 +200,7 @@ def test_variants_of_the_same_texts_are_refused(prepare, corpus, names):
         ("[" * 100_000, "not a whole JSON file"),
         ('[["a", "b"]]', "not an object of lists; allowed: train, val"),
         ('{"train": {"a": "b"}}', "not an object of lists; allowed: train, val"),
+        ('{"train": [["a", "b"]], "train": [["c", "d"]]}', "several lists are called train"),
         ('{"trein": [["a", "b"]]}', "'trein' is not allowed; allowed: train, val"),
     ],
 )

@@ -4,6 +4,7 @@ import csv
 import json
 import tempfile
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ def test_the_first_file_with_a_row_tells_the_columns(tmp_path):
         ({"context_column": "question"}, ("context", "question", "answer"), ("question", "answer")),
         ({}, ("context", "question", "answer"), None),  # SQuAD's context is a paragraph
         ({}, ("question", "reply", "answer"), None),
+        ({}, ("instruction", "input", "output"), None),  # of Alpaca, whose input is often empty
+        ({}, ("instruction", "output"), ("instruction", "output")),
         ({}, ("frage", "answer"), ("context", "answer")),
         ({}, ("Customer question", "Our reply", "question id"), ("Customer question", "Our reply")),
         ({}, ("question", "sub_question", "answer"), ("question", "answer")),
@@ -157,11 +160,12 @@ def test_without_a_label_the_first_candidate_with_the_responses_text_is_meant(tm
     assert report.malformed.counts == {"response is not among options": 1}
 
 
-@pytest.mark.parametrize("label", [2, 2.0, "2", "2.0"])
+@pytest.mark.parametrize("label", [2, 2.0, "2", "2.0", Decimal("2"), Decimal("2.00")])
 def test_a_label_may_be_written_as_other_programs_write_it(tmp_path, label):
     options = Options(candidates_column="options", label_column="label")
     rows = [{**ASKED, "options": ["no .", "fine .", "fine ."], "label": label}]
-    assert [row["label"] for row in read(tmp_path, rows, options)[0]] == [2]
+    name = "rows.parquet" if isinstance(label, Decimal) else "rows.jsonl"
+    assert [row["label"] for row in read(tmp_path, rows, options, name)[0]] == [2]
 
 
 def test_candidates_may_be_null(tmp_path):

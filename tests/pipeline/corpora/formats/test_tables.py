@@ -7,6 +7,7 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -118,9 +119,12 @@ def test_lines_may_begin_with_record_separators(tmp_path):
     assert [row for _, row in read(tmp_path / "rows.jsonl", data.encode())[0]] == ROWS
 
 
-@pytest.mark.parametrize("line", ["sep=;", '"sep=;"', "\ufeffSEP=;"])
-def test_a_first_line_of_excel_names_the_delimiter(tmp_path, line):
-    data = f"{line}\r\n".encode() + as_csv(ROWS, ["a", "b"], ";")
+@pytest.mark.parametrize(
+    ("line", "delimiter"),
+    [("sep=;", ";"), ('"sep=;"', ";"), ("\ufeff\ufeffSEP=;", ";"), ("sep=\t", "\t")],
+)
+def test_a_first_line_of_excel_names_the_delimiter(tmp_path, line, delimiter):
+    data = f"{line}\r\n".encode() + as_csv(ROWS, ["a", "b"], delimiter)
     assert [row for _, row in read(tmp_path / "rows.csv", data)[0]] == ROWS
 
 
@@ -131,12 +135,12 @@ def test_the_names_of_columns_are_no_row_where_files_were_joined(tmp_path):
 
 
 def test_what_programs_write_in_empty_cells_of_csv_is_empty_and_what_people_write_is_text(tmp_path):
-    written = ["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A", "nan"]
+    written = ["NULL", "\\N", "nan", "NaN", "<NA>", "#N/A", "nan", "#NAME?", "#DIV/0!"]
     typed = ["None", "N/A", "null", "NA", "-", "Null", "nan bread", " nan"]
     table = as_csv([{"a": "what", "b": text} for text in (*written, *typed)], ["a", "b"])
     rows, report = read(tmp_path / "rows.csv", table)
     assert [row["b"] for _, row in rows] == [""] * len(written) + typed
-    counts = "1 #N/A, 1 <NA>, 1 NULL, 1 NaN, 1 \\N, 2 nan"
+    counts = "1 #DIV/0!, 1 #N/A, 1 #NAME?, 1 <NA>, 1 NULL, 1 NaN, 1 \\N, 2 nan"
     assert report.notes == [f"{tmp_path}/rows.csv: cells that count as empty: {counts}"]
     table = as_json([{"a": "what", "b": "NULL"}])  # JSON has a null of its own
     assert read(tmp_path / "rows.jsonl", table)[0] == [(1, {"a": "what", "b": "NULL"})]
@@ -382,6 +386,33 @@ def test_parquet_gives_the_columns_asked_for_and_no_others(tmp_path):
     data = as_parquet([{"b": 1, "a": ["x"], "a/0": 2.5, "other": b"y"}])
     rows, _ = read(tmp_path / "x", data, takes_column=lambda name: name.startswith("a/"))
     assert rows == [(1, {"b": 1, "a": ["x"], "a/0": 2.5})]
+
+
+def test_texts_and_uuids_whose_writer_left_out_what_they_are_are_read_as_such(tmp_path):
+    """As Hive and Impala write them: byte arrays."""
+    name = UUID(int=7)
+    written = {
+        "a": [b"caf\xc3\xa9", b"two"],
+        "b": [[b"hi", b"there"], None],
+        "c": pa.array([name.bytes, None], pa.binary(16)),
+        "d": [b"\xff\xfe", b"no text"],
+    }
+    pq.write_table(pa.table(written), tmp_path / "x.parquet", store_schema=False)
+    rows, _ = read(tmp_path / "x.parquet", takes_column=lambda name: True)
+    assert [list(row.values()) for _, row in rows] == [
+        ["café", ["hi", "there"], name, b"\xff\xfe"],
+        ["two", None, None, b"no text"],
+    ]
+
+
+@pytest.mark.parametrize("opening", ["", "["])
+def test_a_row_that_names_a_column_twice_with_other_values_is_set_aside(tmp_path, opening):
+    lines = ['{"a": "1", "b": "2", "a": "3"}', '{"a": "1", "b": "2", "c": 1, "c": 2, "a": "1"}']
+    data = opening + (",\n" if opening else "\n").join(lines) + ("]" if opening else "")
+    rows, report = read(tmp_path / "x.json", data.encode())
+    assert [(number, row["a"]) for number, row in rows] == [(2, "1")]
+    assert report.malformed.counts == {"a column twice": 1}
+    assert report.malformed.samples[0]["text"] == "a"
 
 
 def test_parquet_is_read_row_group_by_row_group(tmp_path):

@@ -99,6 +99,19 @@ def test_empty_one_sentence_and_disambiguation_articles_are_counted(tmp_path):
     assert report.dropped.counts == {"fewer than 2 sentences": 2, "disambiguation page": 1}
 
 
+@pytest.mark.parametrize(
+    ("head", "end"),
+    [
+        ('<doc id="12" url="u" title="Autism">', "</doc>\n"),
+        ('<doc id="12" title="Autism" url="u" revid="3"> ', "\n</doc> \n"),
+    ],
+)
+def test_marks_of_documents_may_stand_as_other_versions_write_them(tmp_path, head, end):
+    rows, report = read(tmp_path, f"{head}\nAutism\n\n{' '.join(FOUR)}{end}")
+    assert (report.records, report.malformed.counts) == (1, {})
+    assert rows == read(tmp_path, doc(" ".join(FOUR)))[0]
+
+
 def test_a_document_without_an_end_is_counted_and_the_others_are_read(tmp_path):
     unclosed = doc(" ".join(FOUR), "1", "Open").replace("</doc>\n", "")
     rows, report = read(tmp_path, unclosed + doc(" ".join(FOUR), "2") + unclosed)
@@ -172,7 +185,8 @@ def test_json_lines_give_the_examples_of_documents(tmp_path, title_first):
     assert (report.records, report.malformed.counts) == (1, {})
     assert rows == read(tmp_path, doc(text, title="Q&amp;A"))[0]
     assert {row["title"] for row in rows} == {"Q&A"}
-    assert read(tmp_path, json.dumps({**fields, "id": 12}))[0] == rows
+    for name in (12, 12.0):
+        assert read(tmp_path, json.dumps({**fields, "id": name}))[0] == rows
 
 
 @pytest.mark.parametrize(
@@ -182,6 +196,7 @@ def test_json_lines_give_the_examples_of_documents(tmp_path, title_first):
         '{"id": "1", "title": "A"}',
         '{"id": "1", "title": "A", "text": null}',
         '{"id": "", "title": "A", "text": "b"}',
+        '{"id": null, "title": "A", "text": "b"}',
         '{"id": "1", "title": ["A"], "text": "b"}',
         '{"id": "1", "title": "A", "text": "\\ud800"}',
         '{"a":' * 100_000,

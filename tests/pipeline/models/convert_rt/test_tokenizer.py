@@ -180,6 +180,31 @@ def test_of_a_run_of_megabytes_the_beginning_decides(letter, monkeypatch):
     assert len(ids) == 1 and max(sizes) < 1 << 20
 
 
+def test_of_a_long_run_no_more_is_looked_up_than_is_kept(monkeypatch):
+    """A line of base64 cost 0.2 s, of which the model reads 60 pieces."""
+    hashed = []
+    monkeypatch.setattr(
+        "pipeline.models.convert_rt.tokenizer.Fingerprint64",
+        lambda data: hashed.append(data) or Fingerprint64(data),
+    )
+    assert len(Subwords(["a"], 1000).ids("漢" * 16_000, 60)) == 60
+    assert len(hashed) == 60
+
+
+@pytest.mark.parametrize("text", ["漢" * 400_000, "a" * 400_000, "." * 70_000 + " a" * 150_000])
+def test_of_a_long_text_no_more_is_read_than_its_tokens_need(text, monkeypatch):
+    tokenizer = ConvertTokenizer(SUBWORDS, 3, earlier_turns=2, numbered=False)
+    whole = Subwords(SUBWORDS, 3).ids(text)[:60]
+    read = []
+    real_runs = runs
+    monkeypatch.setattr(
+        "pipeline.models.convert_rt.tokenizer.runs",
+        lambda text: read.append(len(text)) or real_runs(text),
+    )
+    assert tokenizer.candidates([text], 60) == tokenizer.contexts([[text]], 60) == [whole]
+    assert max(read) < 300_000
+
+
 def test_long_runs_are_not_remembered():
     subwords = Subwords(["a"], 1000)
     subwords.ids("a")

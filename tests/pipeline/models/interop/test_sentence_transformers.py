@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -150,6 +151,38 @@ def test_lengths_of_queries_and_documents_are_read(tiny, tmp_path, library):
         np.testing.assert_allclose(vectors(ranker)[1], found, rtol=0, atol=1e-5)
 
 
+def test_a_model_that_reads_lower_case_has_the_librarys_vectors(tiny, tmp_path, library):
+    """The tokenizer does not do it by itself. The ranker that is made of the model does."""
+    folder = exported(tiny.ranker(architecture="bi"), tmp_path / "model") / "candidate"
+    change(folder / "sentence_bert_config.json", do_lower_case=True)
+    about = {"similarity_fn_name": "dot"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
+    theirs = library.SentenceTransformer(str(folder), device="cpu").encode(["W1 w2 W3"])
+    ranker = sentence_transformers.load(folder, Lengths())
+    ranker.save(tmp_path / "saved")
+    for made in (ranker, load_ranker(tmp_path / "saved")):
+        np.testing.assert_allclose(vectors(made, ["W1 w2 W3"])[1], theirs, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(*(vectors(made, [text])[1] for text in ("W1", "w1")))
+
+
+def test_settings_of_the_transformer_are_read_or_named_as_left_out(side, capfd):
+    change(side / "tokenizer_config.json", truncation_side="right")
+    harmless = {
+        "model_args": {"attn_implementation": "sdpa"},
+        "unpad_inputs": True,
+        "config_args": {},
+    }
+    limit = {"max_seq_length": None, "tokenizer_args": {"model_max_length": 7}}
+    change(side / "sentence_bert_config.json", **harmless, **limit)
+    config = sentence_transformers.load(side, Lengths()).config
+    assert (config.max_context_tokens, capfd.readouterr().err) == (7, "")
+    other = {"num_hidden_layers": 1}
+    change(side / "sentence_bert_config.json", config_args=other, tokenizer_args={"strip": True})
+    sentence_transformers.load(side, Lengths())
+    said = "config.json: settings left out: config_args.num_hidden_layers, tokenizer_args.strip\n"
+    assert said in capfd.readouterr().err
+
+
 def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):
     folder = exported(tiny.ranker(architecture="bi"), tmp_path / "model") / "candidate"
     about = folder / "config_sentence_transformers.json"
@@ -167,10 +200,10 @@ def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):
 
 
 FAMILIES = (
-    "albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
-    "xlm-roberta",
+    "albert", "bert", "camembert", "data2vec-text", "deberta-v2", "distilbert", "electra", "ernie",
+    "modernbert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
-TWO_SEPARATORS = ("camembert", "mpnet", "roberta", "xlm-roberta")
+TWO_SEPARATORS = ("camembert", "data2vec-text", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 
 
 def classifier(tiny, folder, family="bert", labels=1):
@@ -373,7 +406,7 @@ def test_a_pooling_without_a_mode_is_the_mean(side):
     ("config_sentence_transformers.json", {"truncate_dim": 4}, "truncate_dim: 4 is not allowed"),
     ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
     ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "make no cross-encoder"),
-    ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "task: 'fill-mask' is not allowed"),
     ("config.json", {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
      "no model to load (Using `bitsandbytes`"),
 ])  # fmt: skip
@@ -425,6 +458,91 @@ def test_pickled_weights_are_never_loaded(side, place):
     torch.save(load_file(weights), side / place / "pytorch_model.bin")
     weights.unlink()
     assert "pickles such as pytorch_model.bin are never loaded" in refusal(side)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_git_lfs_has_not_fetched_is_named(side, name):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 90868376\n"
+    (side / name).write_text(text)
+    assert f"{side / name}: a pointer of Git LFS; `git lfs pull` fetches" in refusal(side)
+
+
+def test_other_weights_beside_those_of_a_reranker_do_not_count(tiny, tmp_path):
+    classifier(tiny, tmp_path / "model")
+    before = pair_scores(sentence_transformers.load(tmp_path / "model", Lengths()))
+    old = {"classifier.weight": torch.zeros(1, 16), "classifier.bias": torch.zeros(1)}
+    save_file(old, tmp_path / "model" / "old.safetensors")
+    after = pair_scores(sentence_transformers.load(tmp_path / "model", Lengths()))
+    np.testing.assert_array_equal(after, before)
+
+
+def test_dropout_among_the_modules_does_nothing(side):
+    before = vectors(sentence_transformers.load(side, Lengths()))
+    entries = json.loads((side / "modules.json").read_text())
+    dropout = {"path": "9_Dropout", "type": "sentence_transformers.models.Dropout"}
+    (side / "modules.json").write_text(json.dumps([*entries[:2], dropout, *entries[2:]]))
+    after = vectors(sentence_transformers.load(side, Lengths()))
+    np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize(("place", "name", "message"), [
+    ("2_Dense", "linear.weight", "context_projection.weight has weights that are not finite"),
+    ("", "encoder.layer.0.output.dense.weight", "its outputs are not finite"),
+])  # fmt: skip
+def test_weights_that_are_not_finite_are_refused(side, place, name, message):
+    weights = load_file(side / place / "model.safetensors")
+    weights[name][0, 0] = math.nan
+    save_file(weights, side / place / "model.safetensors", {"format": "pt"})
+    assert message in refusal(side)
+
+
+def test_a_model_that_would_lose_the_beginning_of_documents_says_so(side, capfd):
+    sentence_transformers.load(side, Lengths())  # a side of contexts keeps their end
+    assert "truncation_side: left out: long candidates keep" in capfd.readouterr().err
+    change(side / "tokenizer_config.json", truncation_side="right")
+    sentence_transformers.load(side, Lengths())
+    assert "truncation_side" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("family", "more"), [
+    ("fnet", {}), ("nystromformer", {"segment_means_seq_len": 64, "num_landmarks": 64}),
+])  # fmt: skip
+def test_networks_that_see_padding_are_refused(side, tiny, family, more):
+    """A text would have other vectors in a pool than in a question."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        family, vocab_size=tiny.vocabulary, max_position_embeddings=66, intermediate_size=32,
+        initializer_range=0.3, **sizes, **more,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(side)
+    assert "gives a text other outputs beside other texts than alone; allowed:" in refusal(side)
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(side):
+    tokenizer = Tokenizer.load(side)
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["[NEW]"]})
+    tokenizer.save(side)
+    sentence_transformers.load(side, Lengths())  # a special token is never read from a text
+    tokenizer.hf.add_tokens(["kettle"])
+    tokenizer.save(side)
+    said = refusal(side)
+    assert (
+        f"the tokenizer has the token 'kettle' of the id {len(tokenizer) - 1}, the model has"
+        in said
+    )
+
+
+def test_a_vocabulary_of_bert_is_a_tokenizer(side, library):
+    """As Chinese models of 2020 have it, without tokenizer.json."""
+    rules = json.loads((side / "tokenizer.json").read_text())
+    tokens = sorted(rules["model"]["vocab"], key=rules["model"]["vocab"].get)
+    (side / "vocab.txt").write_text("\n".join(tokens))
+    (side / "tokenizer.json").unlink()
+    settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 24}
+    (side / "tokenizer_config.json").write_text(json.dumps(settings))
+    ranker = sentence_transformers.load(side, Lengths())
+    theirs = library.SentenceTransformer(str(side), device="cpu").encode(TEXTS[:2])
+    np.testing.assert_allclose(vectors(ranker, TEXTS[:2])[1], theirs, rtol=0, atol=1e-5)
 
 
 def test_two_sides_that_differ_in_more_than_weights_are_refused(side):
