@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import cost, storage
@@ -31,17 +31,14 @@ from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.registry import model_uri
 
-if TYPE_CHECKING:
-    from pipeline.evaluation.ranking import RankerScorer
-    from pipeline.models.ranker import Ranker
-
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""
 KnownContexts = Mapping[str, Sequence[Sequence[str]]]
 """By the response."""
 AttachFiles = Callable[[Mapping[str, bytes]], None]
-Models = dict[str, tuple[Artifact, "Ranker"]]
-"""By the name of the model's row: the files, and what is loaded of them."""
+Models = dict[str, tuple[Artifact, Any]]
+"""By the name of the model's row: the files, and the Ranker that is loaded of them. It is `Any`, because the
+parser of options would import torch for its type."""
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
@@ -301,7 +298,7 @@ def _ask_models(
 
 def _scorer_makers(
     models: Models, resources: Actors, precision: Resolved, known: KnownContexts
-) -> dict[str, Callable[[], RankerScorer]]:
+) -> dict[str, Callable[[], Any]]:
     """Makes a model's scorer. Here it has the weights that are loaded; a task on a cluster loads its own."""
     from pipeline.evaluation import ranking
 
