@@ -16,6 +16,9 @@ one without bf16 (POLYRANK_PROCESSOR=avx512_vnni), beside other work:
     1 of 128           21         10
     1 of 16            6.7        4.7
 
+With AVX2 alone (Zen 3) they are 1.33 times as fast as float32 in batches of 256 tokens a text, 1.39 in those
+of 19, 1.06 times for one text of 153 and 0.91 for one of 19.
+
 bf16, where the CPU has it, is as fast or faster, and rounds less.
 
 N tokens, I inputs, O outputs.
