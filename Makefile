@@ -81,22 +81,24 @@ lock:
 	    --generate-hashes --universal --python-version 3.11 --output-file requirements.lock
 
 # The lock is complete, so nothing is resolved, but for torch's own libraries: of CUDA, in its build for GPUs.
-# The lock's own pip comes first: that of Python 3.11 takes three times as long to find these files in an index.
-# Each pip unpacks on one core, so three share the files: torch, and two halves of the lock.
+# uv unpacks on all cores what takes pip four times as long. It does not read pip's settings, so where only these lead
+# to an index, pip does it; torch comes by pip, because its build is often chosen there. The lock's own pip comes first,
+# so that uv does not replace the one that is at work.
 # All cores compile; pip would take one, and some files of others' tests do not compile. It has to be done here:
 # where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would compile anew (a demo of 5.2 minutes, not 3.7).
 # What is left out is hardly ever imported: half of all.
 # The mark is made last, so that an install that was cut off is done again.
 NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils)/
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL))
 .venv/installed: requirements.lock torch.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "polyrank needs Python 3.11, 3.12 or 3.13; name one: make PYTHON=…" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	sed -n '/^pip==/,/[^\\]$$/p' requirements.lock > .venv/pip.lock
-	$(INSTALL) -r .venv/pip.lock
-	awk '/^[a-zA-Z]/ {entry++} {print > ".venv/half-" entry % 2 ".lock"}' requirements.lock
-	printf '%s\n' torch.lock .venv/half-0.lock .venv/half-1.lock | xargs -P 3 -I FILE $(INSTALL) --no-deps -r FILE
+	sed -n -e '/^pip==/,/[^\\]$$/p' -e '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/first.lock
+	$(INSTALL) -r .venv/first.lock
+	$(INSTALL) --no-deps -r torch.lock & torch=$$!; \
+	    ($(UV) --no-deps -r requirements.lock || $(INSTALL) --no-deps -r requirements.lock) && wait $$torch
 	$(INSTALL) -r torch.lock
 	$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' .venv/lib || true
-	$(INSTALL) --no-deps --no-build-isolation -e .
+	$(UV) --no-deps --no-build-isolation -e .
 	touch $@
