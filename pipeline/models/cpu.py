@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -52,18 +53,22 @@ def accelerate(hf: Any) -> bool:
     return hf.config._attn_implementation == _TRAINING and packing.fits(hf)
 
 
-def prepare_inference(model: nn.Module) -> None:
-    """Changes a bf16 model in place for inference on a CPU; it can do nothing else then.
+def prepare_inference(encoder: nn.Module) -> bool:
+    """Changes an encoder in place for inference on a CPU; it can do nothing else then.
 
-    Linear layers have their weights laid out for the matrix units, and `transformers` encoders another
-    attention (`attend_in_inference`). Outputs are those of the plain model within bf16's rounding.
+    Linear layers in bf16 have their weights laid out for the matrix units, and `transformers` encoders
+    another attention (`attend_in_inference`). Outputs are those of the plain model within rounding. Returns
+    whether it takes packed rows.
     """
-    if processor().avx512:  # oneDNN has no products of bf16 without
-        for part in list(model.modules()):
+    is_bf16 = next(encoder.parameters()).dtype == torch.bfloat16
+    if is_bf16 and processor().avx512:  # oneDNN has no products of bf16 without
+        for part in list(encoder.modules()):
             _pack_layers(part)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
-            part.set_attn_implementation(_INFERENCE)
+    models = [part for part in encoder.modules() if isinstance(part, PreTrainedModel)]
+    for model in models:
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(_INFERENCE)
+    return any(m.config._attn_implementation == _INFERENCE and packing.fits(m) for m in models)
 
 
 def keep_memory() -> None:
@@ -280,9 +285,10 @@ def attend_in_inference(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    packing: Packing | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[B, heads, T, d] in bf16 and a mask [B, 1, 1 or T, T], false where nothing is seen → [B, T, heads, d].
+    """[B, heads, T, d] and a mask [B, 1, 1 or T, T], false where nothing is seen → [B, T, heads, d]. In bf16:
 
     softmax(s) V = (2^t V) / (2^t 1), t = s · log₂ e, is unchanged by what is subtracted from a row of s:
 
@@ -296,19 +302,36 @@ def attend_in_inference(
     core with AVX512_BF16: 5.4 ms, not 11.2; 128 texts of 16 tokens: 2.1 ms, not 3.3. AMX was not at hand.)
     """
 
-    def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
-        )[0]
-        return output
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            output: Tensor = sdpa_attention_forward(
+                module, query, key, value, mask, scaling=scaling, dropout=dropout, **options
+            )[0]
+            return output
 
-    visible_BT = _visible_keys(attention_mask, query)
-    is_plain = query.dtype == torch.bfloat16 and query.shape == key.shape and not dropout
-    is_biased = options.get("position_bias") is not None
-    is_causal = options.get("is_causal") or getattr(module, "is_causal", False)
-    if visible_BT is None or not is_plain or is_biased or is_causal:
-        return attend_fused(query, key, value), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        visible_BT = _visible_keys(mask, q)
+        is_plain = q.dtype == torch.bfloat16 and q.shape == k.shape and not dropout
+        is_biased = options.get("position_bias") is not None
+        is_causal = options.get("is_causal") or getattr(module, "is_causal", False)
+        if visible_BT is None or not is_plain or is_biased or is_causal:
+            return attend_fused(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return _attend_in_bf16(q, k, v, visible_BT, scale, attend_fused)
+
+    if packing is None:
+        return attend(query, key, value, attention_mask), None
+    return packing.attend(attend, query, key, value), None
+
+
+def _attend_in_bf16(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible_BT: Tensor,
+    scale: float,
+    attend_fused: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`attend_fused` takes the heads whose powers might be too large."""
     scaled = (query * (scale * math.log2(math.e))).contiguous()
     centred = (key - key.mean(dim=2, keepdim=True)).contiguous()
     longest_q, longest_k = (
@@ -316,7 +339,7 @@ def attend_in_inference(
     )
     is_small_H = longest_q * longest_k < _LARGEST_EXPONENT  # false where it is NaN
     if is_small_H.all():
-        return _attend_by_powers(scaled, centred, value, visible_BT), None
+        return _attend_by_powers(scaled, centred, value, visible_BT)
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     large, small = (mask.nonzero().flatten() for mask in (~is_small_H, is_small_H))
     output[:, :, large] = attend_fused(query[:, large], key[:, large], value[:, large])
@@ -324,7 +347,7 @@ def attend_in_inference(
         output[:, :, small] = _attend_by_powers(
             scaled[:, small], centred[:, small], value[:, small], visible_BT
         )
-    return output, None
+    return output
 
 
 def _padding_mask(*sizes: Any, **options: Any) -> Tensor | None:

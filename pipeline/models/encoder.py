@@ -64,6 +64,10 @@ def new_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any
 class TextEncoder(nn.Module):
     """The part of a network that computes in the ranker's precision; heads are always float32."""
 
+    packs = False
+    """Whether an `Encoder` computes texts of several lengths as one row, without padding:
+    `prepare_for_training`, and on a CPU `inference.prepare`."""
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of its weights."""
@@ -79,8 +83,6 @@ class Encoder(TextEncoder):
         if getattr(hf, "pooler", None) is not None:
             hf.pooler = None  # never used here; DDP would wait for its gradients
         self.segments = getattr(hf.config, "type_vocab_size", 0) > 1
-        self.packs = False
-        """Whether texts of several lengths train as one row, without padding: `prepare_for_training`."""
         self._in_bf16 = False
 
     @classmethod
@@ -158,10 +160,14 @@ class Encoder(TextEncoder):
         return [self(tokens) for tokens in batches]
 
     def _is_packed(self, batches: Sequence[Tokens]) -> bool:
-        # In evaluation batches come sorted, and have little padding. The compiler would compile every batch's
-        # lengths anew.
-        packs = self.packs and self.training and not torch.compiler.is_compiling()
-        return packs and len({length for tokens in batches for length in tokens.lengths}) > 1
+        """Whether one row has fewer tokens than the batches with their padding."""
+        # A GPU has no use for it in evaluation, where batches come sorted. The compiler would compile every
+        # batch's lengths anew.
+        is_of_use = self.training or batches[0].ids_BT.device.type == "cpu"
+        if not self.packs or not is_of_use or torch.compiler.is_compiling():
+            return False
+        tokens = sum(sum(batch.lengths) for batch in batches)
+        return packing.row_tokens(tokens) < sum(batch.ids_BT.numel() for batch in batches)
 
     def _inputs(self, tokens: Tokens) -> dict[str, Tensor]:
         segments_BT = tokens.segments_BT if self.segments else None

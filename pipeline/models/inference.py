@@ -1,7 +1,8 @@
 """Texts in, vectors or scores out: sorted by length, in batches bounded by tokens.
 
-Batches of similar lengths waste little on padding; a batch that does not fit in memory is halved and
-tried again. Encoders compute in the ranker's precision; whatever leaves here is float32 on the CPU.
+Batches of similar lengths waste little on padding, and on a CPU most encoders compute without it
+(`packing`). A batch that does not fit in memory is halved and tried again. Encoders compute in the ranker's
+precision; whatever leaves here is float32 on the CPU.
 
 `batch_tokens` bounds a batch, padding included; 0: what suits the device.
 """
@@ -44,10 +45,12 @@ def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto")
     place(ranker.eval(), device, precision)
     if ranker.precision == "bf16":
         to_bf16(ranker)
-    elif ranker.precision == "int8":
-        for module in list(ranker.modules()):
-            if isinstance(module, TextEncoder):
-                quantise_layers(module, MOST_LEVEL)
+    encoders = [module for module in ranker.modules() if isinstance(module, TextEncoder)]
+    for encoder in encoders:
+        if ranker.precision == "int8":
+            quantise_layers(encoder, MOST_LEVEL)
+        if ranker.device.type == "cpu":
+            encoder.packs = cpu.prepare_inference(encoder)
     return ranker
 
 
@@ -66,8 +69,6 @@ def to_bf16(ranker: Ranker) -> None:
     for module in ranker.modules():
         if isinstance(module, TextEncoder):
             module.to(torch.bfloat16)
-            if ranker.device.type == "cpu":
-                cpu.prepare_inference(module)
             module.register_forward_hook(lambda module, inputs, hidden_BTD: hidden_BTD.float())
 
 

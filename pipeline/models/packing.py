@@ -1,9 +1,9 @@
 """Texts of many lengths through an encoder without padding.
 
 A batch that is drawn at random holds short and long texts: padded to its longest, half of ConvAI2's tokens
-are padding. So the tokens of all texts go as one row through the layers that look at a token alone, and
-only attention sees them text by text: on a CPU padded in groups of similar lengths, on a GPU by
-FlashAttention's form for texts of several lengths.
+are padding; of 500 of its replies that are sorted for inference 44 % are. So the tokens of all texts go as
+one row through the layers that look at a token alone, and only attention sees them text by text: on a CPU
+padded in groups of similar lengths, on a GPU by FlashAttention's form for texts of several lengths.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Packing:
         length_B = length_B[order_B]
         position_N = _positions(length_B)
         place_N = start_B[order_B].repeat_interleave(length_B) + position_N
-        position_R = F.pad(position_N, (0, _spare_count(len(position_N))))
+        position_R = F.pad(position_N, (0, row_tokens(len(position_N)) - len(position_N)))
         return cls(shapes, length_B, place_N, position_R)
 
     def to(self, device: torch.device) -> Packing:
@@ -229,10 +229,11 @@ def first_position(hf: Any) -> int:
     return 0 if padding is None else padding + 1
 
 
-def _spare_count(tokens: int) -> int:
-    """Spare tokens of a row with so many, at least one."""
+def row_tokens(tokens: int) -> int:
+    """The length of a row with so many tokens, and one spare one at least."""
     share = 1 << (tokens // _ROW_PARTS).bit_length() >> 1  # a power of two
-    return -(tokens + 1) % max(share, _ROW_TOKENS) + 1
+    part = max(share, _ROW_TOKENS)
+    return (tokens // part + 1) * part
 
 
 def _group_sizes(lengths: Sequence[int], budget: int) -> Iterator[int]:

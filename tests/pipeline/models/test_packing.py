@@ -105,11 +105,6 @@ def test_batches_together_compute_what_each_does(encoder):
         assert found.shape[:2] == tokens.ids_BT.shape
         mask = tokens.mask_BT[..., None]
         torch.testing.assert_close(found * mask, encoder(tokens) * mask, rtol=1e-4, atol=1e-5)
-    encoder.eval()
-    del rows[:]
-    encoder.forward_together(batches)
-    assert len(rows) == 3
-    encoder.train()
 
 
 def packed_rows(encoder, tokens, monkeypatch):
@@ -124,12 +119,32 @@ def packed_rows(encoder, tokens, monkeypatch):
     return sum(seen)
 
 
-def test_only_training_on_texts_of_several_lengths_packs(encoder, monkeypatch):
-    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 3
+@pytest.mark.parametrize("training", [True, False])
+def test_texts_are_packed_where_a_row_has_fewer_tokens_than_their_batch(
+    encoder, monkeypatch, training
+):
+    encoder.train(training)
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 3  # 32 tokens of 36
     assert packed_rows(encoder, tokens_of([9, 9, 9]), monkeypatch) == 0
-    encoder.eval()
-    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 0
+    assert packed_rows(encoder, tokens_of([12, 5]), monkeypatch) == 0  # 24 of 24
     encoder.train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_inference_packed_rows_are_the_padded_batch_in_float64(kind, dtype, monkeypatch):
+    tokens = tokens_of([5, 9, 12, 1, 3])
+    mask = tokens.mask_BT[..., None]
+    wanted = encoder_of(*MODELS[kind]).eval().double()
+    wanted.packs = False
+    encoder = encoder_of(*MODELS[kind]).eval().to(dtype)
+    encoder.hf.set_attn_implementation("sdpa")
+    encoder.packs = cpu.prepare_inference(encoder)
+    with torch.inference_mode():
+        assert packed_rows(encoder, tokens, monkeypatch) == 5
+        found, expected = encoder(tokens) * mask, wanted(tokens) * mask
+    near = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize(
