@@ -27,6 +27,8 @@ from pipeline.models.tokens import copied
 _PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
 # Padded tokens of a group: what suits a core's cache.
 _GROUP_TOKENS = 2_048
+# Lengths of groups are multiples: oneDNN prepares a product in bf16 for each new shape, and keeps 1,024 of them.
+_LENGTHS = 8
 # Rows of any length leave holes in glibc's memory that no later row fits: they have a multiple of 64
 # tokens, or of a sixteenth of themselves, rounded down to a power of two. (All-MiniLM, 16
 # examples a step, one run each: 1,500 MiB at most and 1,406 after 40 steps; multiples of 512, a twentieth
@@ -40,7 +42,7 @@ _GPU = "polyrank_varlen"
 class _Group:
     texts: int
     length: int
-    """Tokens of the longest text."""
+    """Tokens of the longest text, rounded up."""
     mask: Tensor | None
     """bool [texts, 1, 1, length], false at padding; None: there are none."""
 
@@ -105,7 +107,7 @@ class Packing:
         groups, text_starts, start, tokens = [], [], 0, 0
         for texts in _group_sizes(self.length_B.tolist(), _GROUP_TOKENS):
             group_B = self.length_B[start : start + texts]
-            longest = int(group_B[-1])
+            longest = _rounded(int(group_B[-1]))
             mask = None if group_B[0] == longest else torch.arange(longest) < group_B[:, None]
             text_starts.append(tokens + torch.arange(texts) * longest)
             groups.append(_Group(texts, longest, None if mask is None else mask[:, None, None]))
@@ -236,11 +238,15 @@ def row_tokens(tokens: int) -> int:
     return (tokens // part + 1) * part
 
 
+def _rounded(length: int) -> int:
+    return -(-length // _LENGTHS) * _LENGTHS
+
+
 def _group_sizes(lengths: Sequence[int], budget: int) -> Iterator[int]:
     """Texts of each group of ascending lengths: as many as take `budget` tokens with padding."""
     texts = 0
     for length in lengths:
-        if texts and (texts + 1) * length > budget:
+        if texts and (texts + 1) * _rounded(length) > budget:
             yield texts
             texts = 0
         texts += 1
