@@ -27,7 +27,7 @@ from pipeline.models.tokens import copied
 _PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
 # Padded tokens of a group: what suits a core's cache.
 _GROUP_TOKENS = 2_048
-# Lengths of groups are multiples: oneDNN prepares a product in bf16 for each new shape, and keeps 1,024 of them.
+# Lengths of groups are multiples: oneDNN prepares a product in bf16 for each new shape, and keeps 1,024.
 _LENGTHS = 8
 # Rows of any length leave holes in glibc's memory that no later row fits: they have a multiple of 64
 # tokens, or of a sixteenth of themselves, rounded down to a power of two. (All-MiniLM, 16
