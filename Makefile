@@ -86,9 +86,9 @@ lock:
 # so that uv does not replace the one that is at work.
 # All cores compile; pip would take one, and some files of others' tests do not compile. It has to be done here:
 # where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would compile anew (a demo of 5.2 minutes, not 3.7).
-# What is left out is hardly ever imported: half of all.
+# What is left out is hardly ever imported, or compiled by pytest in its own way: half of all.
 # The mark is made last, so that an install that was cut off is done again.
-NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils)/
+NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils|schemathesis|hypothesis|graphql|wcwidth|gunicorn|torchgen|virtualenv|distlib|typer|cffi|pycparser|huey)/
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL))
 .venv/installed: requirements.lock torch.lock pyproject.toml
