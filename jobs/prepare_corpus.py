@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.config import NOT_IDENTITY, BadInput, identity_with
 from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key, require_author_key
 from pipeline.corpora.formats import (
@@ -37,7 +37,7 @@ from pipeline.storage import fingerprints
 
 def _for(format_name: str) -> Mapping[str, Any]:
     """The metadata of options that no other format reads."""
-    return read_when({"format": (format_name,)})
+    return {**read_when({"format": (format_name,)}), **identity_with("format", format_name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def run(config: Config) -> program.Summary:
     privacy = Privacy(redact=bool(config.redact), authors=config.authors, salt=key)
     if config.format == "reddit":  # from here on nothing knows the names, so nothing can log them
         config = replace(config, reddit=config.reddit.with_name_keys(privacy))
-    out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
+    out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
         return program.artifact_summary(out, already_there=True)

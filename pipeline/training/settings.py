@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, identity_with, require
 from pipeline.models.settings import TrainLayers
 from pipeline.options.unread import default_of, read_when
 
@@ -23,6 +23,7 @@ _DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
     {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
 )
+_WITH_ADAPTERS = identity_with("finetune.lora_rank")
 
 # About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
 _MICRO_BATCH_TOKENS = 16_384
@@ -275,7 +276,7 @@ class FinetuneConfig:
         default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
     )
     """mined: how hard negatives are mined."""
-    guide: GuideLimits = field(default_factory=GuideLimits)
+    guide: GuideLimits = field(default_factory=GuideLimits, metadata=identity_with("guide"))
     """--guide: which negatives it leaves out of the loss."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
@@ -293,12 +294,12 @@ class FinetuneConfig:
     """Which layers of the encoders train; the head always trains. top, top4: the last one or four layers.
     The paper freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its
     own."""
-    lora_rank: int = 0
+    lora_rank: int = field(default=0, metadata=_WITH_ADAPTERS)
     """Train adapters of this rank beside the linear layers of the encoders, whose own weights stay (LoRA): of
     a large encoder the gradients and the optimizer's moments then take little memory. The adapters learn
     `loop.head_lr_factor` times as fast, and are part of the saved weights. It needs the package peft. 0: no
     adapters."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = field(default=16.0, metadata=_WITH_ADAPTERS)
     """The adapters' outputs are multiplied by this number divided by `lora_rank`."""
     keep_layers: int = 0
     """Keep only this many first layers of the encoder; 0: all. The smaller, faster model may learn from
