@@ -7,7 +7,7 @@ architecture it has. Nothing here needs torch, so that a job can refuse settings
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
@@ -151,13 +151,13 @@ class ScorerConfig:
         Raises BadInput for a ranker that cannot search a pool.
         """
         raise BadInput(f"architecture: {self.architecture!r} cannot search a pool; allowed: "
-                       f"{_architectures(has_vectors=True)}")  # fmt: skip
+                       f"{_with_vectors()}")  # fmt: skip
 
     def require_vectors(self) -> None:
         """Raises BadInput unless candidates have vectors of their own."""
         if not self.has_vectors:
             raise BadInput(f"architecture: {self.architecture!r} has no candidate vectors; allowed: "
-                           f"{_architectures(has_vectors=True)}")  # fmt: skip
+                           f"{_with_vectors()}")  # fmt: skip
 
     def require_one_vector(self, option: str) -> None:
         """Raises BadInput unless contexts have one vector each, which `option` needs."""
@@ -168,8 +168,10 @@ class ScorerConfig:
     def require_pairs(self) -> None:
         """Raises BadInput unless the network reads context and candidate together."""
         if self.has_vectors:
-            raise BadInput(f"architecture: {self.architecture!r} scores no pairs; allowed: "
-                           f"{_architectures(has_vectors=False)}")  # fmt: skip
+            allowed = ", ".join(architectures(lambda ranker: not ranker.has_vectors))
+            raise BadInput(
+                f"architecture: {self.architecture!r} scores no pairs; allowed: {allowed}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +481,10 @@ def read_settings(uri: str) -> RankerConfig:
         raise BadInput(f"{file}: not the settings of a ranker ({error!r})") from None
 
 
-def _architectures(has_vectors: bool) -> str:
-    """The names of the architectures that have vectors, or of the others."""
-    kinds = _KINDS.kinds.items()
-    return ", ".join(name for name, kind in kinds if kind().has_vectors == has_vectors)
+def architectures(are: Callable[[ScorerConfig], bool]) -> tuple[str, ...]:
+    """The names of the architectures of which this is true, by their default settings."""
+    return tuple(name for name, kind in _KINDS.kinds.items() if are(kind()))
+
+
+def _with_vectors() -> str:
+    return ", ".join(architectures(lambda ranker: ranker.has_vectors))

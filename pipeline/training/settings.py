@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pipeline.config import NOT_IDENTITY, identity_with, require
-from pipeline.models.settings import TrainLayers
+from pipeline.models.settings import TrainLayers, architectures
 from pipeline.options.unread import default_of, read_when
 
 TRAINING_STATE = "training_state"
@@ -21,7 +21,13 @@ Objective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm
 
 _DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
-    {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
+    {
+        "finetune.negatives_from": ("given", "both", "mined"),
+        "ranker.architecture": architectures(lambda ranker: not ranker.has_vectors),
+    }
+)
+_STARTS_FROM_ENCODER = read_when(
+    {"ranker.architecture": architectures(lambda ranker: not ranker.starts_from_tokenizer)}
 )
 _WITH_ADAPTERS = identity_with("finetune.lora_rank")
 
@@ -47,9 +53,7 @@ class LoopConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    head_lr_factor: float = field(
-        default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
-    )
+    head_lr_factor: float = field(default=10.0, metadata=_STARTS_FROM_ENCODER)
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
     `learning_rate`."""
     warmup_steps: float = 0.1
