@@ -186,10 +186,12 @@ def run(config: Config) -> program.Summary:
 
 
 def _input_names(config: Config, files: Sequence[str]) -> Callable[[str], str]:
-    """What the format reads of a file's URI."""
+    """What the format reads of a file's URI: its name, and of some formats also folders."""
     if config.format == "pairs":
         return pairs.input_names(files, config.pairs)
-    return functools.partial(intents.input_name, corpus=config.format)
+    if config.format in intents.CORPORA:
+        return functools.partial(intents.input_name, corpus=config.format)
+    return storage.name_of
 
 
 def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
