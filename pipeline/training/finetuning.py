@@ -31,7 +31,8 @@ from pipeline.training.data import (
 )
 from pipeline.training.guide import Guide
 from pipeline.training.loop import Measured, Task, optimization, reduce_over_ranks
-from pipeline.training.losses import (
+from pipeline.training.negatives import Miner
+from pipeline.training.objectives import (
     DualModule,
     Objective,
     PairModule,
@@ -39,7 +40,6 @@ from pipeline.training.losses import (
     cached_backward,
     guided,
 )
-from pipeline.training.negatives import Miner
 from pipeline.training.settings import FinetuneConfig, LoopConfig
 
 # Settings that change an encoder, and their values that change nothing. ConveRT has no such encoder.

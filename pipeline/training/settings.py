@@ -17,7 +17,7 @@ NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]
 """What a teacher scores for each context: its own candidates, or the responses of the global batch."""
 TeachingLoss = Literal["none", "kl", "margin_mse", "cosine"]
-Objective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
+PretrainingObjective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
 
 _DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
@@ -35,8 +35,8 @@ _WITH_ADAPTERS = identity_with("finetune.lora_rank")
 _MICRO_BATCH_TOKENS = 16_384
 # (with fewer examples than this, epochs): pipeline/OWN_DATA.md has what was measured.
 _EPOCHS = ((5_000, 10.0), (100_000, 3.0))
-_RANDOM_PAIRS: tuple[Objective, ...] = ("joint", "alternate")
-_PREDICT_TOKENS: tuple[Objective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
+_RANDOM_PAIRS: tuple[PretrainingObjective, ...] = ("joint", "alternate")
+_PREDICT_TOKENS: tuple[PretrainingObjective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
 _READ_WITH_MASKS = read_when({"pretrain.objective": _PREDICT_TOKENS})
 
 
@@ -411,7 +411,7 @@ class PretrainConfig:
     every number of workers, so a resumed run needs the same value."""
     steps: int = field(default=100_000, metadata=NOT_IDENTITY)
     """Updates of the weights. A run that was stopped may be resumed with more."""
-    objective: Objective = "joint"
+    objective: PretrainingObjective = "joint"
     """joint: every batch trains masked tokens and the next utterance (BERT). alternate: even steps train
     masked tokens, odd steps the next utterance, without masks (the Poly-encoder paper). mlm: masked tokens
     only, and all pairs are true. contrastive: the encoder reads each text alone, and the mean vectors tell a

@@ -25,7 +25,7 @@ from pipeline.pools.candidates import content_hash
 from pipeline.pools.pool import KIND, Pool
 from pipeline.pools.shard import ROWS
 from pipeline.search import exact, search
-from pipeline.training.losses import PairModule
+from pipeline.training.objectives import PairModule
 from pipeline.training.settings import Distillation
 
 ROOT = Path(__file__).parents[2]

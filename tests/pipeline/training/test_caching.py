@@ -16,7 +16,7 @@ from pipeline.models.settings import PolyConfig, Shape
 from pipeline.models.tokens import Tokens
 from pipeline.training.data import TEACHER_COLUMNS, DualBatch, DualCollator, PairCollator
 from pipeline.training.guide import Guide
-from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
+from pipeline.training.objectives import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation, GuideLimits
 from tests.helpers import memory_kib, restart_peak_memory, run_in_processes
 

@@ -16,7 +16,7 @@ from pipeline.models.sources import External
 from pipeline.training.data import DualCollator
 from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.losses import DualModule
+from pipeline.training.objectives import DualModule
 from pipeline.training.settings import FinetuneConfig, LoopConfig
 
 CPU = torch.device("cpu")

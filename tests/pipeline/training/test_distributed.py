@@ -23,7 +23,8 @@ from pipeline.training import loop, negatives
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
 from pipeline.training.guide import Guide
 from pipeline.training.loop import agree_on_precision
-from pipeline.training.losses import (
+from pipeline.training.negatives import Miner
+from pipeline.training.objectives import (
     DualModule,
     backward,
     cached_backward,
@@ -32,7 +33,6 @@ from pipeline.training.losses import (
     guided,
     rank,
 )
-from pipeline.training.negatives import Miner
 from pipeline.training.settings import Distillation, GuideLimits, Mining
 from tests.helpers import run_in_processes
 

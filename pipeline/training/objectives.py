@@ -1,4 +1,6 @@
-"""The losses of rankers: first every row is encoded alone, then rows are compared.
+"""From a batch to the loss of a ranker: first every row is encoded alone, then rows are compared.
+
+The losses themselves, functions of scores, are in `pipeline.models.losses`.
 
 Negatives come from all ranks: their candidate vectors are gathered with gradient.
 

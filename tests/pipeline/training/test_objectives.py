@@ -19,7 +19,7 @@ from pipeline.training.data import (
     right_answers,
 )
 from pipeline.training.guide import Guide
-from pipeline.training.losses import DualModule, PairModule, backward, guided
+from pipeline.training.objectives import DualModule, PairModule, backward, guided
 from pipeline.training.settings import Distillation, GuideLimits
 from tests.helpers import formula_scores
 
