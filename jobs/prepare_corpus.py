@@ -27,7 +27,7 @@ from pipeline.corpora.formats import (
     ubuntu,
     wikipedia,
 )
-from pipeline.corpora.privacy import NOT_REDACTED, Privacy
+from pipeline.corpora.privacy import NOT_REDACTED, Authors, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord, sum_counts
@@ -64,7 +64,7 @@ class Config:
     redact: bool | None = None
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags. null: in public dumps yes, in pairs
     of your own no."""
-    authors: Literal["hash", "plain"] = "hash"
+    authors: Authors = "hash"
     """How author names are stored (reddit): as keyed hashes, or as they are. The key is
     POLYRANK_AUTHOR_SALT. Without it, an output on this machine gets a random key that is kept in
     ~/.config/polyrank."""

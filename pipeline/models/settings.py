@@ -22,6 +22,8 @@ Attention = Literal["dot", "scaled_dot"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 Activation = Literal["relu", "fast_gelu"]
+ContextKeeps = Literal["last", "both_ends"]
+CandidateKeeps = Literal["first", "both_ends"]
 TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
 
 _HAS_CODES = read_when({"ranker.context_codes": ("learnt",)})
@@ -186,10 +188,10 @@ class OnEncoderConfig(ScorerConfig):
     candidate_prompt: str = ""
     """Text before every candidate, such as "passage: "."""
 
-    context_keeps: Literal["last", "both_ends"] = "last"
+    context_keeps: ContextKeeps = "last"
     """The tokens that a long context keeps: the last ones, or the first quarter and then the last ones, where
     dialogues begin with what holds for all turns, such as a persona or an instruction."""
-    candidate_keeps: Literal["first", "both_ends"] = "first"
+    candidate_keeps: CandidateKeeps = "first"
     """The tokens that a long candidate keeps: the first ones, or the first quarter and the last ones (Sun et
     al., 2019, arXiv 1905.05583, found this best for long documents)."""
 
