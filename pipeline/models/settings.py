@@ -95,9 +95,8 @@ class ScorerConfig:
     """What a trained model's weights fit, where a model of the same settings can be trained further."""
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(
-            type(self)
-        ).items():  # jsonargparse does not read ranker.json
+        # The types, too: jsonargparse does not read ranker.json.
+        for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name, None)
             if get_origin(kind) is Literal:
                 require(value in get_args(kind), f"ranker.{name}", value, ", ".join(get_args(kind)))
@@ -293,9 +292,8 @@ class PolyConfig(DualConfig):
 
     @property
     def search_attention(self) -> Attention:
-        if (
-            self.candidate_attention == "multi_head"
-        ):  # the vectors' products are no bound on a score
+        # With heads the vectors' products are no bound on a score.
+        if self.candidate_attention == "multi_head":
             raise BadInput("candidate_attention: 'multi_head' cannot search a pool; allowed: dot, "
                            "scaled_dot")  # fmt: skip
         return self.candidate_attention

@@ -27,9 +27,8 @@ _FILES = ("tokenizer.json", "vocab.txt")
 # token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
 _CHARACTERS_PER_TOKEN = 6
 _SPARE_TOKENS = 8  # those next to a cut are not trusted to be the whole text's
-_SPARE_TOKENS_IN_WORD = (
-    108  # next to a cut in a word: WordPiece takes one of over 100 characters as unknown
-)
+# Next to a cut in a word: WordPiece takes one of over 100 characters as unknown.
+_SPARE_TOKENS_IN_WORD = 108
 # Of a text with fewer tokens than are kept in so many characters no more is read: to WordPiece a word of 5 MB
 # is one token, and spaces are none. For each token that is kept, 64 characters are read at least.
 _MOST_CHARACTERS = 65_536
