@@ -45,8 +45,8 @@ def test_nothing_imports_itself_through_others(depth):
 
 @pytest.mark.parametrize(
     "room",
-    ["corpora", "corpora/formats", "engine", "evaluation", "models", "pools", "search", "training",
-     "../serve", "../serve/http"],
+    ["corpora", "corpora/formats", "engine", "evaluation", "models", "options", "pools", "search",
+     "storage", "training", "../serve", "../serve/http"],
 )  # fmt: skip
 def test_the_map_of_a_room_names_its_modules(room):
     folder = ROOT / "pipeline" / room
