@@ -26,7 +26,7 @@ from pipeline.pools.pool import KIND, Pool
 from pipeline.pools.shard import ROWS
 from pipeline.search import exact, search
 from pipeline.training.objectives import PairModule
-from pipeline.training.settings import Distillation
+from pipeline.training.settings import Distillation, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,12 +119,10 @@ def test_a_loss(tiny, monkeypatch):
 
     monkeypatch.setitem(losses.TEACHING, "absolute", absolute)
     network = tiny.ranker(architecture="cross").cross
+    distill = Distillation(loss="absolute", weight=0.5, temperature=2.0)  # type: ignore[arg-type]
     plain, taught = (
         PairModule(network),
-        PairModule(
-            network,
-            Distillation(loss="absolute", weight=0.5, temperature=2.0),  # type: ignore[arg-type]
-        ),
+        PairModule(network, FinetuneConfig(distill=distill)),
     )
 
     @dataclass
