@@ -280,14 +280,13 @@ def identity(config: Any) -> dict[str, Any]:
 def uncounted_options(config: Any) -> list[str]:
     """The options and groups, by their dotted names, that are no part of the identity by `identity_with`."""
     settings, defaults = flatten(to_dict(config)), flatten(defaults_of(config))
-    uncounted = []
-    for name, field in _fields(config):
-        option, values = field.metadata.get("identity_with", (name, ()))
+
+    def is_set(option: str, values: Sequence[Any]) -> bool:
         value = settings.get(option)
-        counts = value in values if values else value != defaults.get(option)
-        if "identity_with" in field.metadata and not counts:
-            uncounted.append(name)
-    return uncounted
+        return value in values if values else value != defaults.get(option)
+
+    conditions = {name: field.metadata.get("identity_with") for name, field in _fields(config)}
+    return [name for name, condition in conditions.items() if condition and not is_set(*condition)]
 
 
 def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
