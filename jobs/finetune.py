@@ -9,7 +9,7 @@ from typing import Any
 from jobs import program
 from pipeline import cost, registry
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, identity_with, require
 from pipeline.engine.draft import draft
 from pipeline.models.settings import (
     DualConfig,
@@ -44,10 +44,10 @@ class Config:
     """What the ranker starts from. An encoder: of jobs.pretrain, any `transformers` directory, or a hub
     id. A ranker: its encoders. For ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train
     further; its sizes then replace the defaults of `ranker`."""
-    continue_from: str = ""
+    continue_from: str = field(default="", metadata=identity_with("continue_from"))
     """A ranker of this job, to train with more --finetune.epochs or --finetune.max-steps. Its corpus,
     encoder, task, optimizer and model stay."""
-    guide: str = ""
+    guide: str = field(default="", metadata=identity_with("guide"))
     """A model that names false negatives: what it scores above the right response (--finetune.guide) counts
     for nothing. A bi- or poly-encoder or ConveRT model of this job, a directory of sentence-transformers,
     or a hub id."""
@@ -120,7 +120,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         steps_done = earlier.counts["steps"] if earlier else 0
         estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
         return cost.show("finetune", *estimated)
-    out = draft(config.output, "ranker", config, inputs, _unused(config))
+    out = draft(config.output, "ranker", config, inputs)
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.artifact_summary(out, already_there=True)
@@ -243,17 +243,6 @@ def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
     value = getattr(config.finetune, name)
     require(steps > steps_done, f"finetune.{name}", value,
             f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip
-
-
-def _unused(config: Config) -> list[str]:
-    """Settings without effect. They are no part of the identity, so that rankers of earlier versions are
-    still known."""
-    unused = [] if config.continue_from else ["continue_from"]
-    if not config.guide:
-        unused += ["guide", "finetune.guide"]
-    if not config.finetune.lora_rank:
-        unused += ["finetune.lora_rank", "finetune.lora_alpha"]
-    return unused
 
 
 def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.config import NOT_IDENTITY, BadInput, identity_with
 from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key, require_author_key
 from pipeline.corpora.formats import (
@@ -27,7 +27,7 @@ from pipeline.corpora.formats import (
     ubuntu,
     wikipedia,
 )
-from pipeline.corpora.privacy import NOT_REDACTED, Privacy
+from pipeline.corpora.privacy import NOT_REDACTED, Authors, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord, sum_counts
@@ -37,7 +37,7 @@ from pipeline.storage import fingerprints
 
 def _for(format_name: str) -> Mapping[str, Any]:
     """The metadata of options that no other format reads."""
-    return read_when({"format": (format_name,)})
+    return {**read_when({"format": (format_name,)}), **identity_with("format", format_name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Config:
     redact: bool | None = None
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags. null: in public dumps yes, in pairs
     of your own no."""
-    authors: Literal["hash", "plain"] = "hash"
+    authors: Authors = "hash"
     """How author names are stored (reddit): as keyed hashes, or as they are. The key is
     POLYRANK_AUTHOR_SALT. Without it, an output on this machine gets a random key that is kept in
     ~/.config/polyrank."""
@@ -155,7 +155,7 @@ def run(config: Config) -> program.Summary:
     privacy = Privacy(redact=bool(config.redact), authors=config.authors, salt=key)
     if config.format == "reddit":  # from here on nothing knows the names, so nothing can log them
         config = replace(config, reddit=config.reddit.with_name_keys(privacy))
-    out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
+    out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
         return program.artifact_summary(out, already_there=True)
@@ -186,10 +186,12 @@ def run(config: Config) -> program.Summary:
 
 
 def _input_names(config: Config, files: Sequence[str]) -> Callable[[str], str]:
-    """What the format reads of a file's URI."""
+    """What the format reads of a file's URI: its name, and of some formats also folders."""
     if config.format == "pairs":
         return pairs.input_names(files, config.pairs)
-    return functools.partial(intents.input_name, corpus=config.format)
+    if config.format in intents.CORPORA:
+        return functools.partial(intents.input_name, corpus=config.format)
+    return storage.name_of
 
 
 def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:

@@ -33,6 +33,7 @@ from pipeline.storage.failures import cause_of, storage_failure, store_failure, 
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
+_MOST_COUNTS = 3  # of reasons that a line names
 
 OUTPUT: Mapping[str, Any] = MappingProxyType({**NOT_IDENTITY, "output": True})
 """The `metadata` of an option that names what a job writes. It is no part of the job's identity, and
@@ -156,11 +157,11 @@ def in_words(summary: Summary) -> str:
     return f"{summary['job']}: {done}{seconds}{output}{counts}{left_out}"
 
 
-def counts_in_words(counts: Mapping[str, int], most: int = 3) -> str:
+def counts_in_words(counts: Mapping[str, int]) -> str:
     """The largest counts, and how many records the other reasons have: "12 no answer, 3 not JSON"."""
     largest = sorted(counts.items(), key=lambda item: -item[1])
-    others = sum(number for _, number in largest[most:])
-    shown = [f"{number:,} {reason}" for reason, number in largest[:most]]
+    others = sum(number for _, number in largest[_MOST_COUNTS:])
+    shown = [f"{number:,} {reason}" for reason, number in largest[:_MOST_COUNTS]]
     return ", ".join(shown + ([f"{others:,} for other reasons"] if others else []))
 
 

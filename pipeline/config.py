@@ -18,7 +18,7 @@ import types
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -37,6 +37,16 @@ ConfigT = TypeVar("ConfigT")
 NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
 """The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
 alone are the same job. On a field that is a dataclass it holds for the whole group."""
+
+
+def identity_with(option: str, *values: Any) -> Mapping[str, Any]:
+    """The `metadata` of a field that is part of a job's identity only where `option`, by its dotted name, has
+    one of `values`; without values: another one than its default.
+
+    An option that is added to a job names itself here. Else the job would no longer know what it has made or
+    begun before there was the option. On a field that is a dataclass it holds for the whole group.
+    """
+    return MappingProxyType({"identity_with": (option, values)})
 
 
 class BadInput(Exception):
@@ -254,8 +264,38 @@ def defaults_of(config: Any, group: Any = None) -> dict[str, Any]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """As `to_dict`, without the fields that are `NOT_IDENTITY`."""
-    return _identity_values(config, to_dict(config))
+    """The settings that name a job, by their dotted names: not those that are `NOT_IDENTITY`, nor the
+    `uncounted_options`."""
+    excluded = set(uncounted_options(config))
+    excluded |= {
+        name for name, field in _fields(config) if not field.metadata.get("identity", True)
+    }
+    return {
+        name: value
+        for name, value in flatten(to_dict(config)).items()
+        if not any(f"{name}.".startswith(f"{option}.") for option in excluded)
+    }
+
+
+def uncounted_options(config: Any) -> list[str]:
+    """The options and groups, by their dotted names, that are no part of the identity by `identity_with`."""
+    settings, defaults = flatten(to_dict(config)), flatten(defaults_of(config))
+
+    def is_set(option: str, values: Sequence[Any]) -> bool:
+        value = settings.get(option)
+        return value in values if values else value != defaults.get(option)
+
+    conditions = {name: field.metadata.get("identity_with") for name, field in _fields(config)}
+    return [name for name, condition in conditions.items() if condition and not is_set(*condition)]
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """The fields of a dataclass and of those inside it, with their dotted names."""
+    for field in dataclasses.fields(config):
+        yield f"{prefix}{field.name}", field
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -273,16 +313,6 @@ def digest(values: Any) -> str:
     """A short name for JSON-ready values that is the same wherever the values are."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _identity_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    identity_values = {}
-    for field in dataclasses.fields(config):
-        if field.metadata.get("identity", True):
-            name, value = field.name, getattr(config, field.name)
-            group = dataclasses.is_dataclass(value)
-            identity_values[name] = _identity_values(value, values[name]) if group else values[name]
-    return identity_values
 
 
 def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:

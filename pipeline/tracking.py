@@ -50,12 +50,9 @@ _SQLITE = "sqlite:///"
 local_store = ""
 """The data base on this machine that this process has logged a run to; "": none yet, or a server."""
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
-
-
 _BUFFER_S = 1.0  # the numbers of a second are sent together
-_PAUSE_S = (
-    30.0  # after a request that took seconds to fail, so that a job waits for such requests once
-)
+# After a request that took seconds to fail, so that a job waits for such requests once.
+_PAUSE_S = 30.0
 _MAX_WAITING = 100_000  # numbers, some 300 bytes each
 
 ResultT = TypeVar("ResultT")

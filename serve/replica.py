@@ -131,15 +131,15 @@ class Replica:
         args = self._args
         return create_app(
             self._service,
-            args.limits,
-            BearerTokens.of_environment(),
-            args.origins,
-            self._state,
-            self._close,
-            self._metrics.record_answer,
-            self._metrics.record_error,
-            args.names,
-            args.playground,
+            limits=args.limits,
+            tokens=BearerTokens.of_environment(),
+            origins=args.origins,
+            state=self._state,
+            close=self._close,
+            record_answer=self._metrics.record_answer,
+            record_error=self._metrics.record_error,
+            names=args.names,
+            playground_opens=args.playground,
             echoes_request_id=False,
         )
 

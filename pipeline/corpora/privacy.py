@@ -13,13 +13,15 @@ NOT_REDACTED = (
     "texts are kept as they are; --redact true replaces e-mail addresses and phone numbers by tags"
 )
 
+Authors = Literal["hash", "plain"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
     """How personal data is removed from a corpus."""
 
     redact: bool
-    authors: Literal["hash", "plain"]
+    authors: Authors
     salt: str
 
     def redacted(self, texts: pa.Array) -> pa.Array:

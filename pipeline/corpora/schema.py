@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
@@ -13,7 +13,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import require
 
 Split = Literal["train", "valid", "test"]
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+SPLITS: tuple[Split, ...] = get_args(Split)
 _SPLIT_NAME = re.compile(
     r"(?:(train)|(valid|val|dev)|(test))(?:ing|ation|set|data)?(?![a-z])", re.IGNORECASE
 )

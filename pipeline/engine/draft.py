@@ -12,7 +12,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +33,16 @@ from pipeline.artifact import (
     fingerprint_of_entries,
     open_artifact,
 )
-from pipeline.config import BadInput, Stopped, digest, flatten, identity, require, to_dict
+from pipeline.config import (
+    BadInput,
+    Stopped,
+    digest,
+    flatten,
+    identity,
+    require,
+    to_dict,
+    uncounted_options,
+)
 from pipeline.engine.records import RecordT, TaskRecord, from_json, to_json
 from pipeline.provenance import git_revision, library_versions
 from pipeline.storage import locks
@@ -264,19 +273,17 @@ def draft(
     kind: str,
     config: Any,
     inputs: Mapping[str, Artifact | dict[str, Any]],
-    unused: Collection[str] = (),
 ) -> Draft | Artifact:
     """Returns the draft of an output, with what an earlier killed run of the same job left in it.
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents. Fields that are `NOT_IDENTITY` do not count, nor do the options or groups `unused`, which
-    this job does not read.
+    contents; which others count, their metadata say (`NOT_IDENTITY`, `identity_with`).
 
     Raises BadInput where another job's output, finished or not, is in the way.
     """
     references = _references(inputs)
-    job = describe_request(kind, config, references, unused)
+    job = describe_request(kind, config, references)
     request = digest(job)
     require(uri.strip("/") != "", "output", uri, "a folder that is not the root")
     uri = storage.absolute(uri.rstrip("/"))
@@ -303,7 +310,8 @@ def draft(
         storage.create_bytes(storage.join(staging, REQUEST), json.dumps(job).encode())
     elif digest(earlier_job) != request:
         _require_untouched(staging, earlier_job, job)
-    settings = {name: value for name, value in to_dict(config).items() if name not in unused}
+    uncounted = uncounted_options(config)
+    settings = {name: value for name, value in to_dict(config).items() if name not in uncounted}
     return Draft(uri, staging, kind, settings, references, request, job=job)
 
 
@@ -326,20 +334,16 @@ def _references(inputs: Mapping[str, Artifact | dict[str, Any]]) -> dict[str, di
 
 
 def describe_request(
-    kind: str, config: Any, inputs: Mapping[str, Mapping[str, Any]], unused: Collection[str] = ()
+    kind: str, config: Any, inputs: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """JSON-ready. `inputs`: a reference to each, with its `fingerprint`; those of a list are numbered, such
-    as corpus.0. Settings that are named like an input, that are `NOT_IDENTITY` or `unused` do not count."""
-    settings = flatten(identity(config))
+    as corpus.0. Settings that are named like an input do not count."""
     input_names = {re.sub(r"\.\d+$", "", name) for name in inputs}
     return {
         "kind": kind,
         "inputs": {name: reference["fingerprint"] for name, reference in inputs.items()},
         "config": {
-            name: value
-            for name, value in settings.items()
-            if name not in input_names
-            and not any(f"{name}.".startswith(f"{option}.") for option in unused)
+            name: value for name, value in identity(config).items() if name not in input_names
         },
     }
 

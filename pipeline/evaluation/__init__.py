@@ -1,1 +1,13 @@
-"""Measures how well a ranker ranks, beside baselines."""
+"""Measures how well a ranker ranks, beside baselines.
+
+protocols        how each public task is asked
+questions        contexts, candidates, and which is right; validation in training uses them, too
+ranking          scorers answer questions; `baselines` are some
+metrics          ranks, and the metrics made of them
+results          the metrics of one scorer
+significance     intervals, and whether two models differ
+report           results to read; `worst_answers` shows some
+none_candidate   questions without a right answer
+retrieval        queries with several right documents (BEIR)
+estimate         --dry-run
+"""

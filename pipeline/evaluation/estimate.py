@@ -48,9 +48,8 @@ def _rate(model: TimedModel, questions: Questions) -> float:
         began = time.perf_counter()
         rank(scorer.prepare(sample), sample)
         seconds = time.perf_counter() - began
-        if count > 2 and (
-            seconds >= _MEASURED_S or len(sample) == len(questions)
-        ):  # the first warms up
+        # The first warms up.
+        if count > 2 and (seconds >= _MEASURED_S or len(sample) == len(questions)):
             return model.reads(sample) / seconds
         count *= 4
 

@@ -42,14 +42,14 @@ class LeastScore(NamedTuple):
                 "questions whose right answer is not in the pool")  # fmt: skip
 
 
-def least_score(best: QuestionRanks, hidden: float = _HIDDEN) -> LeastScore | None:
-    """The score below which at most the share `hidden` of the right first answers lies; None without any."""
+def least_score(best: QuestionRanks) -> LeastScore | None:
+    """The score below which at most 5 % of the right first answers lie; None without any."""
     first_N = best.top_scores_NT[:, 0]
     is_right_N = best.ranks_N == 1
     right = np.sort(first_N[is_right_N])
     if not len(right):
         return None
-    score = float(right[int(hidden * len(right))])
+    score = float(right[int(_HIDDEN * len(right))])
     others_N = np.where(is_right_N, best.top_scores_NT[:, 1], first_N)
     parts = (right, first_N[~is_right_N], others_N)
     shares = (float((part < score).mean()) if len(part) else 0.0 for part in parts)

@@ -1,7 +1,18 @@
 """Encoders and scorers: torch only. No Ray, no MLflow, no files beyond load and save.
 
-A forward pass goes through inference.py, ranker.py, heads.py and encoder.py, and on a CPU through packing.py
-and cpu.py. ConveRT has a folder of its own, convert_rt; interop knows the formats of other projects.
+settings             one dataclass for each architecture
+ranker               the module that knows all architectures, and the folder of a model
+inference            texts in, vectors or scores out; a forward pass goes on through `heads` and `encoder`
+heads, encoder       bi-, poly- and cross-encoders, and the Transformer underneath
+tokens, truncation   texts to ids, and what is left out
+packing, cpu         texts of many lengths without padding, and faster layers on CPUs
+precision, int8      bf16, float32 and 8 bits; `torch_operators` are private ones of torch
+explanation          scores by attention and weights
+losses               functions of scores; `pretraining_heads` have their own
+lora, flops          adapters; operations of a step
+sources, git_lfs     where an encoder comes from, and files that are not all there
+convert_rt, interop  ConveRT; the formats of other projects
+convert, polyencoder earlier names, which still import
 
 Axes in names: B batch, T tokens, D model width, M context vectors (codes), C candidates, N rows.
 """

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pipeline.models.encoder import Encoder
+from pipeline.models.precision import Trained
 
 # bf16 with float32 sums, dense (without the 2:4 sparsity that data sheets double it by), in 10¹² a second.
 # The first row whose words are all in the device's name counts. Sources: NVIDIA's data sheets of each.
@@ -98,7 +99,7 @@ class Peak(NamedTuple):
     source: Literal["stated", "measured"]
 
 
-def peak_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> Peak:
+def peak_flops(device: torch.device, precision: Trained) -> Peak:
     """The peak of one GPU, or of this process's threads.
 
     Stated for well-known GPUs in bf16. Else measured by products of large matrices, which takes one to
@@ -119,7 +120,7 @@ def _stated_flops(name: str) -> float | None:
     return next((peak * 1e12 for model, peak in _STATED if words.issuperset(model)), None)
 
 
-def _measure_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> float:
+def _measure_flops(device: torch.device, precision: Trained) -> float:
     """The fastest of some products: another process may disturb most of them."""
     size = _MEASURED_SIZE.get(device.type, _MEASURED_SIZE["cpu"])
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

@@ -53,7 +53,6 @@ from pipeline.models.tokens import RowTokenizer, Tokenizer, Tokens
 
 OnEncoder = DualEncoder | CrossEncoder
 RankerNetwork = OnEncoder | ConvertNetwork
-RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
 NETWORKS: dict[type[DualConfig], type[DualEncoder]] = {
     BiConfig: BiEncoder,
@@ -254,7 +253,7 @@ def set_head(network: OnEncoder, weights: Mapping[str, Tensor], problem: str) ->
 
 
 def new_network(
-    config: RankerOnEncoder, encoder: Encoder, candidate_encoder: Encoder | None = None
+    config: DualConfig | CrossConfig, encoder: Encoder, candidate_encoder: Encoder | None = None
 ) -> OnEncoder:
     """A network with a new head. `candidate_encoder`: the candidates' tower; None: the contexts' tower, or
     a copy of it, as the settings say.

@@ -7,7 +7,7 @@ architecture it has. Nothing here needs torch, so that a job can refuse settings
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,8 @@ Attention = Literal["dot", "scaled_dot"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 Activation = Literal["relu", "fast_gelu"]
+ContextKeeps = Literal["last", "both_ends"]
+CandidateKeeps = Literal["first", "both_ends"]
 TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
 
 _HAS_CODES = read_when({"ranker.context_codes": ("learnt",)})
@@ -93,9 +95,8 @@ class ScorerConfig:
     """What a trained model's weights fit, where a model of the same settings can be trained further."""
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(
-            type(self)
-        ).items():  # jsonargparse does not read ranker.json
+        # The types, too: jsonargparse does not read ranker.json.
+        for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name, None)
             if get_origin(kind) is Literal:
                 require(value in get_args(kind), f"ranker.{name}", value, ", ".join(get_args(kind)))
@@ -151,13 +152,13 @@ class ScorerConfig:
         Raises BadInput for a ranker that cannot search a pool.
         """
         raise BadInput(f"architecture: {self.architecture!r} cannot search a pool; allowed: "
-                       f"{_architectures(has_vectors=True)}")  # fmt: skip
+                       f"{_with_vectors()}")  # fmt: skip
 
     def require_vectors(self) -> None:
         """Raises BadInput unless candidates have vectors of their own."""
         if not self.has_vectors:
             raise BadInput(f"architecture: {self.architecture!r} has no candidate vectors; allowed: "
-                           f"{_architectures(has_vectors=True)}")  # fmt: skip
+                           f"{_with_vectors()}")  # fmt: skip
 
     def require_one_vector(self, option: str) -> None:
         """Raises BadInput unless contexts have one vector each, which `option` needs."""
@@ -168,8 +169,10 @@ class ScorerConfig:
     def require_pairs(self) -> None:
         """Raises BadInput unless the network reads context and candidate together."""
         if self.has_vectors:
-            raise BadInput(f"architecture: {self.architecture!r} scores no pairs; allowed: "
-                           f"{_architectures(has_vectors=False)}")  # fmt: skip
+            allowed = ", ".join(architectures(lambda ranker: not ranker.has_vectors))
+            raise BadInput(
+                f"architecture: {self.architecture!r} scores no pairs; allowed: {allowed}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +187,10 @@ class OnEncoderConfig(ScorerConfig):
     candidate_prompt: str = ""
     """Text before every candidate, such as "passage: "."""
 
-    context_keeps: Literal["last", "both_ends"] = "last"
+    context_keeps: ContextKeeps = "last"
     """The tokens that a long context keeps: the last ones, or the first quarter and then the last ones, where
     dialogues begin with what holds for all turns, such as a persona or an instruction."""
-    candidate_keeps: Literal["first", "both_ends"] = "first"
+    candidate_keeps: CandidateKeeps = "first"
     """The tokens that a long candidate keeps: the first ones, or the first quarter and the last ones (Sun et
     al., 2019, arXiv 1905.05583, found this best for long documents)."""
 
@@ -289,9 +292,8 @@ class PolyConfig(DualConfig):
 
     @property
     def search_attention(self) -> Attention:
-        if (
-            self.candidate_attention == "multi_head"
-        ):  # the vectors' products are no bound on a score
+        # With heads the vectors' products are no bound on a score.
+        if self.candidate_attention == "multi_head":
             raise BadInput("candidate_attention: 'multi_head' cannot search a pool; allowed: dot, "
                            "scaled_dot")  # fmt: skip
         return self.candidate_attention
@@ -479,7 +481,10 @@ def read_settings(uri: str) -> RankerConfig:
         raise BadInput(f"{file}: not the settings of a ranker ({error!r})") from None
 
 
-def _architectures(has_vectors: bool) -> str:
-    """The names of the architectures that have vectors, or of the others."""
-    kinds = _KINDS.kinds.items()
-    return ", ".join(name for name, kind in kinds if kind().has_vectors == has_vectors)
+def architectures(are: Callable[[ScorerConfig], bool]) -> tuple[str, ...]:
+    """The names of the architectures of which this is true, by their default settings."""
+    return tuple(name for name, kind in _KINDS.kinds.items() if are(kind()))
+
+
+def _with_vectors() -> str:
+    return ", ".join(architectures(lambda ranker: ranker.has_vectors))

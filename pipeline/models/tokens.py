@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -19,17 +19,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
 from pipeline.models.git_lfs import require_fetched
+from pipeline.models.settings import CandidateKeeps, ContextKeeps
 
-Keeps = Literal["first", "last", "both_ends"]
 _FILES = ("tokenizer.json", "vocab.txt")
 
 # Of a long text so much is tokenised at first for every token that is kept (English has 4.7 characters a
 # token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
 _CHARACTERS_PER_TOKEN = 6
 _SPARE_TOKENS = 8  # those next to a cut are not trusted to be the whole text's
-_SPARE_TOKENS_IN_WORD = (
-    108  # next to a cut in a word: WordPiece takes one of over 100 characters as unknown
-)
+# Next to a cut in a word: WordPiece takes one of over 100 characters as unknown.
+_SPARE_TOKENS_IN_WORD = 108
 # Of a text with fewer tokens than are kept in so many characters no more is read: to WordPiece a word of 5 MB
 # is one token, and spaces are none. For each token that is kept, 64 characters are read at least.
 _MOST_CHARACTERS = 65_536
@@ -181,7 +180,7 @@ class Tokenizer:
         contexts: Sequence[Sequence[str]],
         max_tokens: int,
         prompt: str = "",
-        keeps: Literal["last", "both_ends"] = "last",
+        keeps: ContextKeeps = "last",
     ) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
         texts = ["\n".join(turns) for turns in contexts]
@@ -193,14 +192,14 @@ class Tokenizer:
         texts: Sequence[str],
         max_tokens: int,
         prompt: str = "",
-        keeps: Literal["first", "both_ends"] = "first",
+        keeps: CandidateKeeps = "first",
     ) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP], and with the prompt."""
         rows = self._cut_ids(texts, max_tokens - 2, keeps, prompt)
         return [[self.cls, *row, self.sep] for row in rows]
 
     def _cut_ids(
-        self, texts: Sequence[str], keep: int, keeps: Keeps, prompt: str
+        self, texts: Sequence[str], keep: int, keeps: ContextKeeps | CandidateKeeps, prompt: str
     ) -> list[list[int]]:
         """`keep` ids of each text: those of the prompt, and the last or the first of the rest, or of both
         ends; of a long one no more is tokenised than they need."""

@@ -1,1 +1,7 @@
-"""Parts of `pipeline.config`: the words of a command line, its help, and its faults."""
+"""Parts of `pipeline.config`.
+
+arguments   the words of a command line
+help_text   --help
+faults      what is wrong with an option or a settings file, in one line
+unread      options that nothing reads under the other settings
+"""

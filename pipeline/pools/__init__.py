@@ -1,1 +1,12 @@
-"""Candidate pools: planning, embedding, building, checking and publishing their versions."""
+"""Candidate pools: planning, embedding, building, checking and publishing their versions.
+
+pool, shard, vector_format    an open version, and its files
+build, sketch                 make the files; `build_records` is the record of the build
+inputs, candidates            what a version is made from, and its rows
+plan, verdicts, changes       what is embedded, copied, dropped, beside the version before
+embed, embedder               the build, and the work of an actor in it
+gate                          what a version has to pass
+versions, promotion, lock     CURRENT, old versions, and who may change them
+device_rows, checksums        the vectors on a GPU; whether files are those that were published
+survey, estimate              a look at a pool; --dry-run
+"""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline import storage
 from pipeline.config import NOT_IDENTITY, BadInput, require
@@ -73,6 +73,14 @@ class EmbedConfig(tables.TableFormat):
     """Tokens in a batch at most, padding included; 0: as many as suit the device."""
     max_text_bytes: int = 1 << 20
     """Longer texts are set aside."""
+
+    NOT_OF_VECTORS: ClassVar[tuple[str, ...]] = (
+        "text_column", "encoding", "delimiter", "quotes", "id_column", "repeated_ids", "rows_per_shard",
+        "batch_tokens", "max_text_bytes", "filter_columns", "neighbours",
+        "precision",  # what it was on the hardware of then is in the manifest
+    )  # fmt: skip
+    """Settings that say which rows there are, or how they are filed. All others decide a vector: with another
+    value of one, nothing is copied from earlier versions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

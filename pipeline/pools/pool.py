@@ -2,7 +2,7 @@
 
     manifest.json                 dtype, dimensions, statistics of the shards, checksums of all files
     rows/part-00000.arrow         id, text, content_hash, the columns kept to filter by, known contexts
-    vectors/, norms/              `stored`
+    vectors/, norms/              `vector_format`
     rotation.npy, sketch/, sketch_norms/    `sketch`
     neighbours/                   with `--embed.neighbours true`: `approximate`
 

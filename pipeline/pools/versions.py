@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
-from pipeline.config import BadInput, flatten, to_dict
+from pipeline.config import BadInput, defaults_of, to_dict
 from pipeline.engine.draft import is_being_made, read_mark, read_request, read_run
 from pipeline.models.precision import Resolved, numerics_of
 from pipeline.pools.changes import RowSet
@@ -23,15 +23,6 @@ PLAN = "plan"
 _DAY_S = 86_400
 _PREFIX = "v-"
 PREVIOUS = "PREVIOUS"
-# Settings that say which rows there are, or how they are filed; all others decide a vector.
-_NOT_OF_VECTORS = {
-    f"embed.{name}"
-    for name in (
-        "text_column", "encoding", "delimiter", "quotes", "id_column", "repeated_ids", "rows_per_shard",
-        "batch_tokens", "max_text_bytes", "filter_columns", "neighbours",
-        "precision",  # what it was on the hardware of then is in the manifest
-    )
-}  # fmt: skip
 
 
 def current_name(pools: str, name: str) -> str:
@@ -124,13 +115,16 @@ def rows_of(pools: str, name: str, version: str) -> int:
 def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Resolved) -> bool:
     """Whether a job's model and settings would make the same vectors of the same texts.
 
-    Pools of earlier versions do not say their precision; they are taken to have another.
+    Pools of earlier versions do not say their precision; they are taken to have another. An option that they
+    do not know had its default's effect.
     """
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
-    settings_before = _vector_settings(before.artifact.manifest["config"])
-    same_numerics = before.numerics == numerics_of(precision)
-    return same_numerics and settings_before == _vector_settings(to_dict(config))
+    settings_before = {**defaults_of(config.embed), **before.artifact.manifest["config"]["embed"]}
+    settings = to_dict(config.embed)
+    for name in config.embed.NOT_OF_VECTORS:
+        del settings_before[name], settings[name]
+    return before.numerics == numerics_of(precision) and settings_before == settings
 
 
 def newest_with_vectors_of(
@@ -147,15 +141,6 @@ def newest_with_vectors_of(
             except BadInput as error:
                 print(f"pool {name}: nothing is copied from {version.name}: {error}", flush=True)
     return None
-
-
-def _vector_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a job that decide a vector, by their dotted names."""
-    return {
-        name: value
-        for name, value in flatten(config).items()
-        if name.startswith("embed.") and name not in _NOT_OF_VECTORS
-    }
 
 
 def _drafts(pools: str, name: str) -> list[str]:

@@ -49,7 +49,7 @@ _OPEN_ROWS = 1 << 12
 _SEEDS = 256
 _METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
 FORMS: dict[Method, tuple[Form, ...]] = {"exact": ("scores", "vectors"), "pruned": ("sketch",)}
-_ALL: tuple[Form, ...] = ("scores", "vectors", "sketch")
+_ALL: tuple[Form, ...] = get_args(Form)
 
 PREFILTERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
 """Methods that find likely rows without a proof: functions of the pool, a context's vectors [M, D] and

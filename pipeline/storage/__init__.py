@@ -1,6 +1,12 @@
 """Reads and writes files at URIs: local paths, s3://, gs://, hdfs:// and others of pyarrow and fsspec.
 
 A local file is published by a rename and an object by its upload, so nobody sees half of one.
+
+failures       which failures another try may mend, and trying again
+locks          files that their owners keep fresh; `object_store` makes those that only one may make
+node_cache     copies of remote folders on a node
+fingerprints   of raw input files
+npy, prefetch  arrays as files; reading ahead
 """
 
 from __future__ import annotations

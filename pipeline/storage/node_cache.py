@@ -99,17 +99,15 @@ def _download_version(uri: str, folder: Path, only: Collection[str] | None) -> N
         raise
 
 
-def download(uri: str, folder: Path, only: Collection[str] | None = None) -> None:
-    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time.
-
-    `only`: the paths below `uri` that are copied; None: all."""
-    sizes = _sizes(uri, only)
+def download(uri: str, folder: Path) -> None:
+    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time."""
+    sizes = _sizes(uri)
     _lay_out(folder, sizes)
     _fill(uri, folder, sizes)
 
 
-def _sizes(uri: str, only: Collection[str] | None) -> dict[str, int]:
-    """Bytes of each file that is copied, by its path."""
+def _sizes(uri: str, only: Collection[str] | None = None) -> dict[str, int]:
+    """Bytes of each file that is copied, by its path. `only`: these paths; None: all."""
     return {
         name: size
         for name, size in storage.sizes_below(uri).items()

@@ -31,7 +31,8 @@ from pipeline.training.data import (
 )
 from pipeline.training.guide import Guide
 from pipeline.training.loop import Measured, Task, optimization, reduce_over_ranks
-from pipeline.training.losses import (
+from pipeline.training.negatives import Miner
+from pipeline.training.objectives import (
     DualModule,
     Objective,
     PairModule,
@@ -39,7 +40,6 @@ from pipeline.training.losses import (
     cached_backward,
     guided,
 )
-from pipeline.training.negatives import Miner
 from pipeline.training.settings import FinetuneConfig, LoopConfig
 
 # Settings that change an encoder, and their values that change nothing. ConveRT has no such encoder.
@@ -198,19 +198,16 @@ class Finetuning:
         same_group = config.same_group_negatives
         if not self.ranker.has_vectors:
             pairs = PairCollator(ranker, config.negatives, teacher, None, same_group, guide)
-            return PairModule(ranker.cross, distill, guide), pairs
+            return PairModule(ranker.cross, config, guide), pairs
         if distill.loss == "cosine":
             teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
             require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
                     f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
                     f"ranker's {ranker_width}")  # fmt: skip
-        negatives_from, smoothing = config.negatives_from, config.label_smoothing
-        module = DualModule(
-            ranker.dual, negatives_from, distill, config.share_negatives, smoothing, guide
-        )
-        negatives = 0 if negatives_from == "batch" else config.negatives
+        negatives = 0 if config.negatives_from == "batch" else config.negatives
         mined = miner.negatives_of if miner else None
-        return module, DualCollator(ranker, negatives, teacher, mined, same_group, guide)
+        collator = DualCollator(ranker, negatives, teacher, mined, same_group, guide)
+        return DualModule(ranker.dual, config, guide), collator
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         """None: the corpus has no valid split, or none of its examples can be asked."""

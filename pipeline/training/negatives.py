@@ -45,7 +45,7 @@ from pipeline.models.ranker import Ranker
 from pipeline.training.data import Epoch, ExampleRow, Rows, answer_keys
 from pipeline.training.guide import highest_allowed
 from pipeline.training.loop import gather_items
-from pipeline.training.losses import gather
+from pipeline.training.objectives import gather
 from pipeline.training.settings import Mining
 
 _CONTEXTS_AT_ONCE = 64

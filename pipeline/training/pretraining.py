@@ -36,7 +36,7 @@ from pipeline.training.loop import (
     optimization,
     reduce_over_ranks,
 )
-from pipeline.training.losses import gradient_sync
+from pipeline.training.objectives import gradient_sync
 from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches, StepBatch
 from pipeline.training.settings import LoopConfig, PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus

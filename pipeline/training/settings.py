@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from pipeline.config import NOT_IDENTITY, require
-from pipeline.models.settings import TrainLayers
+from pipeline.config import NOT_IDENTITY, identity_with, require
+from pipeline.models.settings import TrainLayers, architectures
 from pipeline.options.unread import default_of, read_when
 
 TRAINING_STATE = "training_state"
@@ -17,19 +17,26 @@ NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]
 """What a teacher scores for each context: its own candidates, or the responses of the global batch."""
 TeachingLoss = Literal["none", "kl", "margin_mse", "cosine"]
-Objective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
+PretrainingObjective = Literal["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
 
 _DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
-    {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
+    {
+        "finetune.negatives_from": ("given", "both", "mined"),
+        "ranker.architecture": architectures(lambda ranker: not ranker.has_vectors),
+    }
 )
+_STARTS_FROM_ENCODER = read_when(
+    {"ranker.architecture": architectures(lambda ranker: not ranker.starts_from_tokenizer)}
+)
+_WITH_ADAPTERS = identity_with("finetune.lora_rank")
 
 # About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
 _MICRO_BATCH_TOKENS = 16_384
 # (with fewer examples than this, epochs): pipeline/OWN_DATA.md has what was measured.
 _EPOCHS = ((5_000, 10.0), (100_000, 3.0))
-_RANDOM_PAIRS: tuple[Objective, ...] = ("joint", "alternate")
-_PREDICT_TOKENS: tuple[Objective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
+_RANDOM_PAIRS: tuple[PretrainingObjective, ...] = ("joint", "alternate")
+_PREDICT_TOKENS: tuple[PretrainingObjective, ...] = ("joint", "alternate", "mlm", "contrastive_mlm")
 _READ_WITH_MASKS = read_when({"pretrain.objective": _PREDICT_TOKENS})
 
 
@@ -46,9 +53,7 @@ class LoopConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    head_lr_factor: float = field(
-        default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
-    )
+    head_lr_factor: float = field(default=10.0, metadata=_STARTS_FROM_ENCODER)
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
     `learning_rate`."""
     warmup_steps: float = 0.1
@@ -275,7 +280,7 @@ class FinetuneConfig:
         default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
     )
     """mined: how hard negatives are mined."""
-    guide: GuideLimits = field(default_factory=GuideLimits)
+    guide: GuideLimits = field(default_factory=GuideLimits, metadata=identity_with("guide"))
     """--guide: which negatives it leaves out of the loss."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
@@ -293,12 +298,12 @@ class FinetuneConfig:
     """Which layers of the encoders train; the head always trains. top, top4: the last one or four layers.
     The paper freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its
     own."""
-    lora_rank: int = 0
+    lora_rank: int = field(default=0, metadata=_WITH_ADAPTERS)
     """Train adapters of this rank beside the linear layers of the encoders, whose own weights stay (LoRA): of
     a large encoder the gradients and the optimizer's moments then take little memory. The adapters learn
     `loop.head_lr_factor` times as fast, and are part of the saved weights. It needs the package peft. 0: no
     adapters."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = field(default=16.0, metadata=_WITH_ADAPTERS)
     """The adapters' outputs are multiplied by this number divided by `lora_rank`."""
     keep_layers: int = 0
     """Keep only this many first layers of the encoder; 0: all. The smaller, faster model may learn from
@@ -406,7 +411,7 @@ class PretrainConfig:
     every number of workers, so a resumed run needs the same value."""
     steps: int = field(default=100_000, metadata=NOT_IDENTITY)
     """Updates of the weights. A run that was stopped may be resumed with more."""
-    objective: Objective = "joint"
+    objective: PretrainingObjective = "joint"
     """joint: every batch trains masked tokens and the next utterance (BERT). alternate: even steps train
     masked tokens, odd steps the next utterance, without masks (the Poly-encoder paper). mlm: masked tokens
     only, and all pairs are true. contrastive: the encoder reads each text alone, and the mean vectors tell a

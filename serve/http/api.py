@@ -89,6 +89,8 @@ def create_app(
             expose_headers=["x-request-id", "retry-after", MODEL],
         )
 
+    # Routes with long answers return a `Response` of JSON. Their models are for openapi.json alone, and its
+    # tests compare the answers with them.
     own = _Interface(service, state)
     ranking = error_responses(*REFUSALS, "unknown_pool", "shard_missing")
     rankings = bodies.RankResponse | list[bodies.RankResponse]

@@ -279,14 +279,16 @@ class TextsRerank(_OfTexts):
     return_text: StrictBool | None = False
 
 
-class _ForModel(BaseModel):
+class ForModel(BaseModel):
+    """What requests have that may name the model."""
+
     model: str | None = Field(
         default=None,
         description="A name or the fingerprint of the served model; null means it, too.",
     )
 
 
-class DocumentsRerank(_ForModel, _OfTexts):
+class DocumentsRerank(ForModel, _OfTexts):
     """A rerank request in the format of Jina, infinity, Cohere and Voyage."""
 
     query: FilledText
@@ -352,7 +354,7 @@ class EmbedRequest(_ToEmbed):
 VectorType = Literal["float", "base64"]
 
 
-class EmbeddingsRequest(_ForModel, _ToEmbed):
+class EmbeddingsRequest(ForModel, _ToEmbed):
     """An embedding request in OpenAI's format."""
 
     input: Texts
@@ -377,7 +379,7 @@ class EmbeddingsRequest(_ForModel, _ToEmbed):
         return "base64" in (self.encoding_format, self.embedding_type)
 
 
-class TextsEmbedRequest(_ForModel, _ToEmbed):
+class TextsEmbedRequest(ForModel, _ToEmbed):
     """An embedding request in Cohere's format."""
 
     texts: Texts

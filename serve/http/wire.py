@@ -37,6 +37,7 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
+from serve.engine import Engine
 from serve.http import bodies
 from serve.http.errors import error_responses
 from serve.http.guard import work_of
@@ -116,11 +117,9 @@ class _Formats:
     async def _rerank_documents(
         self, body: bodies.DocumentsRerank, request: Request, version: str
     ) -> bodies.RerankResponse:
-        if self._names:
-            self._require_served(body.model)
+        work = self._work(body, request)
         texts = body.texts
         whole = "documents" if body.needs_whole_texts else ""
-        work = work_of(request, self._service)
         best_first, tokens = await _score(work, body.query, texts, bool(body.raw_scores), whole)
         results = [
             bodies.DocumentScore(
@@ -159,9 +158,7 @@ class _Formats:
 
     async def embeddings(self, body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        if self._names:
-            self._require_served(body.model)
-        work = work_of(request, self._service, self._service.champion())
+        work = self._work(body, request, self._service.champion())
         vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
         if body.normalized is not False:
             vectors_ND = F.normalize(vectors_ND, dim=1)
@@ -190,9 +187,7 @@ class _Formats:
     async def _embed_texts(
         self, body: bodies.TextsEmbedRequest, request: Request, version: str
     ) -> Response:
-        if self._names:
-            self._require_served(body.model)
-        work = work_of(request, self._service, self._service.champion())
+        work = self._work(body, request, self._service.champion())
         vectors_ND, tokens = await _encode_texts(work, "texts", body.texts, body)
         by_type = body.embedding_types is not None or version == "2"
         types: list[bodies.VectorType] = body.embedding_types or ["float"]
@@ -239,6 +234,12 @@ class _Formats:
     @property
     def _fingerprint(self) -> str:
         return self._service.champion().model.fingerprint
+
+    def _work(self, body: bodies.ForModel, request: Request, engine: Engine | None = None) -> Work:
+        """As `work_of`. Raises Refusal for another model, if the service has names."""
+        if self._names:
+            self._require_served(body.model)
+        return work_of(request, self._service, engine)
 
     def _require_served(self, model: str | None) -> None:
         """Raises Refusal for a name of another model. None means the served one."""

@@ -58,7 +58,7 @@ def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path
 
 def test_every_target_of_the_issue_has_its_bound_here(shared):
     wanted = json.loads((shared / "targets.json").read_text())
-    assert wanted.keys() == TARGETS.keys()
+    assert wanted.keys() <= TARGETS.keys()
     entries = (report.ROOT / "jobs/benchmarks/targets.yaml").read_text()
     assert len(re.findall(r"(?m)^\w", entries)) == len(TARGETS), "each once"
     for row, bounds in wanted.items():
@@ -82,7 +82,10 @@ def test_each_target_is_on_the_page_with_its_status():
         assert f"| {target} {status} |" in line
         if status == report.MISSED:
             assert target.limit in line
-    assert len(page.splitlines()) <= 300
+    beside_rows = [
+        line for line in lines if not line.startswith(("| `", "    python ", "    make "))
+    ]
+    assert len(beside_rows) <= 125, "beside the rows and their commands"
 
 
 def test_the_page_begins_with_how_fast_and_beside_whom():

@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 
 from jobs import finetune
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import digest, from_dict, parse
+from pipeline.config import parse
 from pipeline.engine import executors
-from pipeline.engine.draft import describe_request
 from pipeline.models.ranker import load_ranker
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
@@ -136,17 +135,6 @@ def test_the_manifest_names_the_whole_ancestry(trained, convai2_corpus, encoder)
     origin = inputs["encoder"]["inputs"]["encoder"]
     assert (origin["kind"], len(origin["fingerprint"])) == ("external", 16)
     assert inputs["encoder"]["inputs"]["corpus"]["fingerprint"] == convai2_corpus.fingerprint
-
-
-def test_adapters_that_a_ranker_does_not_have_are_no_part_of_its_identity(trained):
-    """Else rankers from before there were adapters would be unknown."""
-    made = trained("poly").artifact
-    config = from_dict(finetune.Config, {**made.manifest["config"], "output": made.uri})
-    unused = ["continue_from", "guide", "finetune.guide"]
-    request = describe_request("ranker", config, made.manifest["inputs"], unused)
-    settings = request["config"]
-    assert (settings.pop("finetune.lora_rank"), settings.pop("finetune.lora_alpha")) == (0, 16.0)
-    assert digest(request) == made.manifest["request"]
 
 
 def test_an_external_encoder_is_named_by_its_contents_wherever_it_lies(

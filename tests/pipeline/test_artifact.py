@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact, read_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, Stopped
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped, identity_with
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
@@ -31,6 +31,14 @@ class Config:
     max_steps: int = 3
     names: tuple[str, ...] = ("a", "b")
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
+
+
+@dataclass(frozen=True)
+class LaterConfig(Config):
+    """With two options that a later version has added."""
+
+    sorted: bool = field(default=False, metadata=identity_with("sorted"))
+    descending: bool = field(default=True, metadata=identity_with("sorted"))
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,16 @@ def test_a_published_artifact_opens_with_what_its_manifest_says(tmp_path):
     assert manifest["inputs"]["input"]["fingerprint"] == "f00d"
     assert (manifest["run_id"], manifest["extra"]) == ("run", [1])
     assert {"format_version", "git_revision", "libraries", "seconds"} <= set(manifest)
+
+
+def test_a_later_version_knows_what_was_made_and_begun_before_it_had_an_option(tmp_path):
+    made, begun = publish(tmp_path / "a"), begin(tmp_path / "b")
+    begun.mark("task", TaskRecord())
+    assert draft(str(tmp_path / "a"), "thing", LaterConfig(), {"input": SOURCE}) == made
+    assert begin(tmp_path / "b", LaterConfig()).is_marked("task")
+    for folder in ("a", "b"):
+        told = refusal(tmp_path / folder, LaterConfig(sorted=True))
+        assert "sorted: None there, True here; descending: None there, True here" in told
 
 
 def test_an_unpublished_draft_is_refused_as_unfinished(tmp_path):

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of additions: one of each is made here, where a new file would name it."""
+"""What CONTRIBUTING.md says of additions: one of some kinds is made here, where a new file would name it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pipeline.pools.candidates import content_hash
 from pipeline.pools.pool import KIND, Pool
 from pipeline.pools.shard import ROWS
 from pipeline.search import exact, search
-from pipeline.training.losses import PairModule
-from pipeline.training.settings import Distillation
+from pipeline.training.objectives import PairModule
+from pipeline.training.settings import Distillation, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,10 +35,10 @@ def test_the_files_that_contributing_names_are_there_and_three_at_most():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = re.findall(r"^\| (an? [a-z ]+) \| (.*) \|$", text, re.MULTILINE)
     assert [name for name, _ in table] == [
-        "a corpus format", "an architecture", "a loss", "a search method"
+        "a corpus format", "an architecture", "a loss", "a search method", "a route", "a benchmark row",
     ]  # fmt: skip
     for name, row in table:
-        files = re.findall(r"`((?:pipeline|jobs)/[\w/.]*)`", row)
+        files = re.findall(r"`((?:pipeline|jobs|serve)/[\w/.]*)`", row)
         assert 2 <= len(files) <= 3, name
         assert all((ROOT / file).exists() for file in files), name
 
@@ -119,12 +119,10 @@ def test_a_loss(tiny, monkeypatch):
 
     monkeypatch.setitem(losses.TEACHING, "absolute", absolute)
     network = tiny.ranker(architecture="cross").cross
+    distill = Distillation(loss="absolute", weight=0.5, temperature=2.0)  # type: ignore[arg-type]
     plain, taught = (
         PairModule(network),
-        PairModule(
-            network,
-            Distillation(loss="absolute", weight=0.5, temperature=2.0),  # type: ignore[arg-type]
-        ),
+        PairModule(network, FinetuneConfig(distill=distill)),
     )
 
     @dataclass

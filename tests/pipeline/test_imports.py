@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -40,6 +41,20 @@ def test_nothing_imports_itself_through_others(depth):
             if other not in (importer, "pipeline"):
                 sorter.add(importer, other)
     sorter.prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    "room",
+    ["corpora", "corpora/formats", "engine", "evaluation", "models", "options", "pools", "search",
+     "storage", "training", "../serve", "../serve/http"],
+)  # fmt: skip
+def test_the_map_of_a_room_names_its_modules(room):
+    folder = ROOT / "pipeline" / room
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
+    assert [name for name in modules - {"__init__"} if not re.search(rf"\b{name}\b", text)] == []
 
 
 def packages_at_once(path: Path) -> set[str]:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 
@@ -41,7 +41,7 @@ from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
-CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
+CORPORA: tuple[Corpus, ...] = get_args(Corpus)
 _IN_FOLDERS = ("hwu64", "snips")
 
 _SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))

@@ -121,9 +121,8 @@ def _parse_line(
     if not isinstance(record, dict):
         return "not a JSON object", {}
     if "author" in record and record["author"] is None:
-        record["author"] = (
-            "[deleted]"  # as programs write that take comments from Reddit themselves
-        )
+        # As programs write that take comments from Reddit themselves.
+        record["author"] = "[deleted]"
     for name in needed:
         if record.get(name) is None:
             return f"no field {name}", {}

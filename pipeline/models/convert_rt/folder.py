@@ -74,9 +74,8 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
     """
     tokenizer = load_tokenizer(config, folder)
     weights = _read_weights(folder)
-    with torch.device(
-        "meta"
-    ):  # drawing the paper's 38 million weights would take longer than reading
+    # To draw the paper's 38 million weights would take longer than to read them.
+    with torch.device("meta"):
         network = ConvertNetwork(config, len(tokenizer))
     expected = _saved_shapes(config, network)
     _require_shapes(folder, weights, expected)

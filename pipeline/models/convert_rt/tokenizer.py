@@ -35,9 +35,8 @@ LONGEST_PIECE = 10
 those that vocabularies of earlier versions have, as their models were trained with them."""
 _LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
 _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
-_MOST_HASHED = (
-    262_144  # characters of a run that is one piece: the ids that models were trained with
-)
+# Characters of a run that is one piece: the ids that models were trained with.
+_MOST_HASHED = 262_144
 _MOST_CHARACTERS_PER_TOKEN = 64  # 60 tokens of a run of 1.5 million characters took a second
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
 _LONGEST_KEPT_RUN = 256  # characters; runs of megabytes would take all memory

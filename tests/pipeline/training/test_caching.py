@@ -16,8 +16,8 @@ from pipeline.models.settings import PolyConfig, Shape
 from pipeline.models.tokens import Tokens
 from pipeline.training.data import TEACHER_COLUMNS, DualBatch, DualCollator, PairCollator
 from pipeline.training.guide import Guide
-from pipeline.training.losses import DualModule, PairModule, backward, cached_backward
-from pipeline.training.settings import Distillation, GuideLimits
+from pipeline.training.objectives import DualModule, PairModule, backward, cached_backward
+from pipeline.training.settings import Distillation, FinetuneConfig, GuideLimits
 from tests.helpers import memory_kib, restart_peak_memory, run_in_processes
 
 ROWS = [
@@ -48,17 +48,16 @@ KINDS = {
 def made(tiny, kind, dropout=0.0):
     """An objective in training, and a batch."""
     settings, more = KINDS[kind]
-    ranker, guide = tiny.ranker(**settings), None
+    ranker, config, guide = tiny.ranker(**settings), FinetuneConfig(**more), None
     if "guide" in more:
-        guide = Guide(tiny.ranker(architecture="poly"), more["guide"])
-        more = {**more, "guide": guide}
+        guide = Guide(tiny.ranker(architecture="poly"), config.guide)
     set_dropout(ranker, dropout)
     if kind.startswith("cross"):
-        objective = PairModule(ranker.cross, **more)
+        objective = PairModule(ranker.cross, config, guide)
         collator = PairCollator(ranker, 3, TEACHER_COLUMNS["candidates"])
     else:
         given = 3 if "negatives_from" in more else 0
-        objective = DualModule(ranker.dual, **more)
+        objective = DualModule(ranker.dual, config, guide)
         collator = DualCollator(ranker, given, TEACHER_COLUMNS["batch"], guide=guide)
     generator = torch.Generator().manual_seed(0)
     batch = collator.collate(collator.prepare(ROWS, generator), generator)

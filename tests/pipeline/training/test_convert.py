@@ -16,7 +16,7 @@ from pipeline.models.sources import External
 from pipeline.training.data import DualCollator
 from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
-from pipeline.training.losses import DualModule
+from pipeline.training.objectives import DualModule
 from pipeline.training.settings import FinetuneConfig, LoopConfig
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_the_loss_is_the_sum_of_what_each_encoding_of_a_context_ranks(vocabulary
     scale = 1 + (np.sqrt(16) - 1) * 7 / 20
     batch = collated(ranker, ROWS)
     with torch.no_grad():
-        loss, shown = DualModule(ranker.dual, smoothing=0.2)(batch)
+        loss, shown = DualModule(ranker.dual, FinetuneConfig(label_smoothing=0.2))(batch)
         views = ranker.dual.context_views(batch.contexts)
         h_y = ranker.dual.encode_candidates(batch.responses).double().numpy()
     excluded_BC = np.zeros((4, 4), bool)

@@ -23,7 +23,8 @@ from pipeline.training import loop, negatives
 from pipeline.training.data import TEACHER_COLUMNS, DualCollator, Epoch, Rows, example_columns
 from pipeline.training.guide import Guide
 from pipeline.training.loop import agree_on_precision
-from pipeline.training.losses import (
+from pipeline.training.negatives import Miner
+from pipeline.training.objectives import (
     DualModule,
     backward,
     cached_backward,
@@ -32,8 +33,7 @@ from pipeline.training.losses import (
     guided,
     rank,
 )
-from pipeline.training.negatives import Miner
-from pipeline.training.settings import Distillation, GuideLimits, Mining
+from pipeline.training.settings import Distillation, FinetuneConfig, GuideLimits, Mining
 from tests.helpers import run_in_processes
 
 KINDS = {
@@ -101,11 +101,11 @@ def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = ranker_to_train(folder, kind)
     if shared:
-        settings, guide = SHARED[kind], None
-        if limits := settings.get("guide"):
-            guide = Guide(load_ranker(folder / "poly"), limits)
-        over = settings.get("distill", Distillation()).over
-        module, given = DualModule(ranker.network, **{**settings, "guide": guide}), GIVEN
+        config, guide = FinetuneConfig(**SHARED[kind]), None
+        if "guide" in SHARED[kind]:
+            guide = Guide(load_ranker(folder / "poly"), config.guide)
+        over = config.distill.over
+        module, given = DualModule(ranker.network, config, guide), GIVEN
         count = 2 if over == "candidates" else 0
         collator = DualCollator(ranker, count, TEACHER_COLUMNS[over], guide=guide)
     else:

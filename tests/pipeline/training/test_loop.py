@@ -23,7 +23,7 @@ from pipeline.training import loop
 from pipeline.training.checkpoint import read_saved, read_state, weights_of, write_state
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, Measured, Task, lr_multiplier, optimization, train
-from pipeline.training.losses import backward
+from pipeline.training.objectives import backward
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import FinetuneConfig, LoopConfig, Mining, PretrainConfig
 

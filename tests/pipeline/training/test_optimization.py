@@ -23,7 +23,7 @@ from pipeline.training.loop import (
     optimization,
     train,
 )
-from pipeline.training.losses import backward
+from pipeline.training.objectives import backward
 from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")

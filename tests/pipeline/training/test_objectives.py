@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from pipeline.training.data import (
     right_answers,
 )
 from pipeline.training.guide import Guide
-from pipeline.training.losses import DualModule, PairModule, backward, guided
-from pipeline.training.settings import Distillation, GuideLimits
+from pipeline.training.objectives import DualModule, PairModule, backward, guided
+from pipeline.training.settings import Distillation, FinetuneConfig, GuideLimits
 from tests.helpers import formula_scores
 
 pytestmark = pytest.mark.usefixtures("fp32")
+GIVEN = FinetuneConfig(negatives_from="given")
 
 
 def generator(seed=0):
@@ -144,7 +146,8 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from, sha
     batch = collated(DualCollator(ranker, 2), OWN)
     wrong = [texts_of(batch.negatives, place) for place in range(8)]
     assert "w4" in wrong
-    loss, shown = DualModule(ranker.network, negatives_from, share_negatives=share)(batch)
+    config = FinetuneConfig(negatives_from=negatives_from, share_negatives=share)
+    loss, shown = DualModule(ranker.network, config)(batch)
     scores, excluded = [], []
     for place, row in enumerate(OWN):
         own = wrong[2 * place : 2 * place + 2]
@@ -174,7 +177,8 @@ def test_other_replies_to_a_context_are_no_negatives_in_a_batch(tiny, same_group
     collator = DualCollator(ranker, 1, same_group_negatives=same_group_negatives)
     batch = collated(collator, REPLIES, seed=1)
     wrong = [texts_of(batch.negatives, place) for place in range(4)]
-    loss, _ = DualModule(ranker.dual, "both", share_negatives=share)(batch)
+    config = FinetuneConfig(negatives_from="both", share_negatives=share)
+    loss, _ = DualModule(ranker.dual, config)(batch)
     scores, excluded = [], []
     for place, same in enumerate(SAME_ANSWERS[same_group_negatives]):
         right = {REPLIES[number]["response"] for number in same}
@@ -217,7 +221,8 @@ def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny):
         for n in range(6)
     ]  # fmt: skip
     batch = collated(DualCollator(ranker, 3), rows)
-    module = DualModule(ranker.dual, "both", share_negatives=True)
+    config = FinetuneConfig(negatives_from="both", share_negatives=True)
+    module = DualModule(ranker.dual, config)
     with torch.no_grad():
         encoded = module.encode(batch)
     floats = [tensor for tensor in encoded if tensor.is_floating_point()]
@@ -232,7 +237,7 @@ def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny):
     torch.testing.assert_close(ours, theirs)
     for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
-    alone, _ = DualModule(ranker.dual, "both").loss(encoded, batch)
+    alone, _ = DualModule(ranker.dual, replace(config, share_negatives=False)).loss(encoded, batch)
     assert alone < ours
 
 
@@ -242,7 +247,7 @@ def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
     same = "w1 " * 10
     row = {"context": ["w9"], "response": f"{same} w2", "candidates": [f"{same} w3", f"{same} w2"]}
     with torch.no_grad():
-        loss, _ = DualModule(ranker.network, "given")(collated(DualCollator(ranker, 1), [row]))
+        loss, _ = DualModule(ranker.network, GIVEN)(collated(DualCollator(ranker, 1), [row]))
     assert loss.item() == pytest.approx(0, abs=1e-6)
 
 
@@ -256,10 +261,11 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
         for row in OWN
     ]
     batch = collated(DualCollator(ranker, 5, TEACHER_COLUMNS["candidates"]), rows)
-    config = Distillation(loss=kind, weight=0.3, temperature=2.0)
+    plain_config = FinetuneConfig(negatives_from=negatives_from)
+    distill = Distillation(loss=kind, weight=0.3, temperature=2.0)
     with torch.no_grad():
-        plain, _ = DualModule(ranker.dual, negatives_from)(batch)
-        loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
+        plain, _ = DualModule(ranker.dual, plain_config)(batch)
+        loss, shown = DualModule(ranker.dual, replace(plain_config, distill=distill))(batch)
         students = []
         for place, row in enumerate(OWN):
             texts = [row["response"], *(texts_of(batch.negatives, 5 * place + n) for n in range(5))]
@@ -300,13 +306,14 @@ def test_a_teachers_vectors_score_all_responses_of_the_batch(
     contexts_BE, responses_BE = np.random.default_rng(0).normal(size=(2, 4, 3)).astype("<f2")
     rows = taught(np.stack([contexts_BE, responses_BE]), candidates=["w30"])
     batch = collated(DualCollator(ranker, 1, TEACHER_COLUMNS["batch"]), rows)
-    config = Distillation(loss=kind, over="batch", weight=0.3, temperature=2.0, teacher_scale=5.0)
+    plain_config = FinetuneConfig(negatives_from=negatives_from)
+    distill = Distillation(loss=kind, over="batch", weight=0.3, temperature=2.0, teacher_scale=5.0)
     teacher_BC = 5 * contexts_BE.astype(float) @ responses_BE.astype(float).T
     teacher_BC[0, 2] = teacher_BC[2, 0] = np.nan
     first = [[n, *(other for other in range(4) if other != n)] for n in range(4)]  # the response
     with torch.no_grad():
-        plain, _ = DualModule(ranker.dual, negatives_from)(batch)
-        loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
+        plain, _ = DualModule(ranker.dual, plain_config)(batch)
+        loss, shown = DualModule(ranker.dual, replace(plain_config, distill=distill))(batch)
         vectors = inference.context_vectors(ranker, [row["context"] for row in DUAL_ROWS])
         candidates = inference.candidate_vectors(ranker, [row["response"] for row in DUAL_ROWS])
         student_BC = ranker.dual.scores(*vectors, candidates).numpy()
@@ -323,7 +330,8 @@ def test_the_cosine_loss_is_that_of_each_texts_two_vectors(tiny):
     collator = DualCollator(ranker, 0, TEACHER_COLUMNS["batch"])
     length = ranker.dual.dimensions
     teacher_2BE = 3 * np.random.default_rng(0).normal(size=(2, 4, length)).astype("<f2")
-    module = DualModule(ranker.dual, distill=Distillation(loss="cosine", over="batch", weight=0.3))
+    cosine = Distillation(loss="cosine", over="batch", weight=0.3)
+    module = DualModule(ranker.dual, FinetuneConfig(distill=cosine))
     with torch.no_grad():
         batch = collated(collator, taught(teacher_2BE))
         plain, _ = DualModule(ranker.dual)(batch)
@@ -342,7 +350,8 @@ def test_the_cosine_loss_is_that_of_each_texts_two_vectors(tiny):
 
 def test_the_cosine_loss_refuses_a_teachers_vectors_of_another_length(tiny):
     ranker = tiny.ranker(architecture="bi")
-    module = DualModule(ranker.dual, distill=Distillation(loss="cosine", over="batch"))
+    cosine = Distillation(loss="cosine", over="batch")
+    module = DualModule(ranker.dual, FinetuneConfig(distill=cosine))
     batch = collated(DualCollator(ranker, 0, TEACHER_COLUMNS["batch"]), taught(np.ones((2, 4, 3))))
     with pytest.raises(
         BadInput, match=rf"vectors of 3 numbers .*allowed: {ranker.dual.dimensions},"
@@ -410,7 +419,7 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny):
     config = Distillation(loss="kl", weight=0.3, temperature=2.0)
     with torch.no_grad():
         plain, _ = PairModule(ranker.cross)(batch)
-        loss, shown = PairModule(ranker.cross, config)(batch)
+        loss, shown = PairModule(ranker.cross, FinetuneConfig(distill=config))(batch)
         contexts = [row["context"] for row in rows]
         candidates = [candidates_of(batch, place) for place in range(4)]
         student_BC = torch.stack(inference.pair_scores(ranker, contexts, candidates))
@@ -427,7 +436,7 @@ def test_a_scorer_of_one_number_is_never_right(tiny, architecture):
         if architecture == "cross":
             module, collator = PairModule(ranker.cross), PairCollator(ranker, 3)
         else:
-            module, collator = DualModule(ranker.dual, "given"), DualCollator(ranker, 3)
+            module, collator = DualModule(ranker.dual, GIVEN), DualCollator(ranker, 3)
         _, shown = module(collated(collator, PAIR_ROWS))
     assert shown["accuracy"].item() == 0.0
 
@@ -464,11 +473,11 @@ def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architectu
     losses = []
     for score in (9.0, -4.0, np.nan):
         row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
-        distill = Distillation(loss=kind)
+        config = replace(GIVEN, distill=Distillation(loss=kind))
         kind_of, module = (
-            (PairCollator, PairModule(ranker.cross, distill))
+            (PairCollator, PairModule(ranker.cross, config))
             if architecture == "cross"
-            else (DualCollator, DualModule(ranker.dual, "given", distill))
+            else (DualCollator, DualModule(ranker.dual, config))
         )
         collator = kind_of(ranker, 3, TEACHER_COLUMNS["candidates"])
         with torch.no_grad():
@@ -567,7 +576,8 @@ def test_what_a_guide_scores_above_the_limit_is_no_negative(
     guide, given = Guide(reads, GuideLimits(**limits)), 0 if negatives_from == "batch" else 2
     batch = collated(DualCollator(ranker, given, guide=guide), GUIDED)
     wrong = [texts_of(batch.negatives, place) for place in range(given * len(GUIDED))]
-    module = DualModule(ranker.dual, negatives_from, share_negatives=share, guide=guide)
+    config = FinetuneConfig(negatives_from=negatives_from, share_negatives=share)
+    module = DualModule(ranker.dual, config, guide)
     loss, shown = guided(backward, guide)(module, batch, nullcontext())
     scores, excluded, guide_alone, negatives = [], [], 0, 0
     for place, row in enumerate(GUIDED):
@@ -614,8 +624,8 @@ def test_a_guide_that_tells_no_texts_apart_changes_no_bit_of_the_loss(tiny):
             value.zero_()
     guide = Guide(reads, GuideLimits())
     batch = collated(DualCollator(ranker, 2, guide=guide), GUIDED)
-    module = DualModule(ranker.dual, "both", share_negatives=True, guide=guide)
-    plain = DualModule(ranker.dual, "both", share_negatives=True)
+    config = FinetuneConfig(negatives_from="both", share_negatives=True)
+    module, plain = DualModule(ranker.dual, config, guide), DualModule(ranker.dual, config)
     assert module.state_dict().keys() == plain.state_dict().keys()
     loss, shown = guided(backward, guide)(module, batch, nullcontext())
     assert torch.equal(loss, plain(batch)[0])

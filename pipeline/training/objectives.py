@@ -1,4 +1,6 @@
-"""The losses of rankers: first every row is encoded alone, then rows are compared.
+"""From a batch to the loss of a ranker: first every row is encoded alone, then rows are compared.
+
+The losses themselves, functions of scores, are in `pipeline.models.losses`.
 
 Negatives come from all ranks: their candidate vectors are gathered with gradient.
 
@@ -38,7 +40,7 @@ from pipeline.models.losses import (
 from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
 from pipeline.training.guide import Guide
 from pipeline.training.loop import Autocast, Backward, StepMetrics
-from pipeline.training.settings import Distillation, NegativesFrom
+from pipeline.training.settings import Distillation, FinetuneConfig
 
 LossMetrics = dict[str, Tensor]
 
@@ -112,7 +114,7 @@ class Objective(nn.Module):
         ).sum()
 
 
-_NO_TEACHER = Distillation()
+_DEFAULTS = FinetuneConfig()
 
 
 class DualModule(Objective):
@@ -126,19 +128,18 @@ class DualModule(Objective):
     def __init__(
         self,
         network: VectorNetwork,
-        negatives_from: NegativesFrom = "batch",
-        distill: Distillation = _NO_TEACHER,
-        share_negatives: bool = False,
-        smoothing: float = 0.0,
+        config: FinetuneConfig = _DEFAULTS,
         guide: Guide | None = None,
     ) -> None:
         super().__init__()
         self.network = network
+        self._config = config
         self._guide = guide
-        self._smoothing = smoothing
-        self._from_batch = negatives_from != "given"
-        self._share_negatives = share_negatives
-        self._distill = distill
+
+    @property
+    def _from_batch(self) -> bool:
+        """Whether other responses of the batch are wrong candidates."""
+        return self._config.negatives_from != "given"
 
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
         """Vectors [B, V, M, D] of V views of each context, their mask [B, V, M], responses [B, D],
@@ -154,6 +155,7 @@ class DualModule(Objective):
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, LossMetrics]:
         """The sum over the views, each the mean over the widths. The first view also gives the accuracy and
         learns from the teacher."""
+        distill, smoothing = self._config.distill, self._config.label_smoothing
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
         columns = self._columns(responses_BD, negatives_BKD, gather_with_gradient)
         label_B = _places(batch) if self._from_batch else torch.zeros_like(_places(batch))
@@ -173,18 +175,18 @@ class DualModule(Objective):
                 self._scores(vectors_BMD, mask_BM, columns, width) for width in self.network.widths
             ]
             losses = [
-                ranking_loss(scores_BC, label_B, excluded_BC, self._smoothing, counted_B)
+                ranking_loss(scores_BC, label_B, excluded_BC, smoothing, counted_B)
                 for scores_BC in scores
             ]
             parts.append(torch.stack(losses).mean())
             if view == 0:
                 is_right_B = right_above_all(scores[-1], label_B, excluded_BC)
                 metrics["accuracy"] = is_right_B.float().mean()
-                if self._distill.loss == "cosine":
+                if distill.loss == "cosine":
                     parts.append(self._vector_loss(vectors_BMD[:, 0], responses_BD, batch))
-                elif self._distill.loss != "none":
+                elif distill.loss != "none":
                     parts.append(self._score_loss(scores, columns, batch, label_B, excluded_BC))
-                if self._distill.loss != "none":
+                if distill.loss != "none":
                     metrics["distill_loss"] = parts[-1].detach()
         return torch.stack(parts).sum(), metrics
 
@@ -195,7 +197,7 @@ class DualModule(Objective):
             responses_BC = false_negatives(keys_CS, label_B)
         else:
             responses_BC = torch.zeros_like(label_B, dtype=torch.bool)[:, None]
-        if self._share_negatives:
+        if self._config.share_negatives:
             is_answer_BC = (batch.keys_BS[:, None] == keys_CS).any(dim=2)
             is_same_CN = keys_CS[:, :1] == gather(batch.negative_keys_BK.flatten())
             negatives_BN = is_answer_BC.float() @ is_same_CN.float() > 0
@@ -212,7 +214,7 @@ class DualModule(Objective):
         """The candidates that are compared with each context, of the vectors of this rank's: responses of all
         ranks [C, D], or the own one [B, 1, D]; negatives of all ranks [N, D], or the own ones [B, K, D]."""
         responses = gather_rows(responses_BD) if self._from_batch else responses_BD[:, None]
-        if not self._share_negatives:
+        if not self._config.share_negatives:
             return responses, negatives_BKD
         return responses, gather_rows(negatives_BKD.flatten(0, 1))
 
@@ -226,7 +228,7 @@ class DualModule(Objective):
     ) -> Tensor:
         """The mean over the widths of the loss by the teacher's scores. `scores`: of each width, those of
         `columns`."""
-        if self._distill.over == "batch":
+        if self._config.distill.over == "batch":
             responses_CE = gather(batch.teacher_responses_BE)
             column_C = torch.arange(len(responses_CE), device=label_B.device)
             column_BC = (label_B[:, None] + column_C) % len(responses_CE)  # the label's first
@@ -235,13 +237,13 @@ class DualModule(Objective):
             count, k = batch.negative_keys_BK.shape
             column_BK = torch.arange(k, device=label_B.device).expand(count, k)
             column_BK = column_BK + columns[0].shape[-2]
-            if self._share_negatives:
+            if self._config.share_negatives:
                 column_BK = column_BK + _places(batch)[:, None] * k
             column_BC = torch.cat([label_B[:, None], column_BK], dim=1)
             teacher_BC = batch.teacher_BC
         teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
         losses = [
-            _distillation_loss(self._distill, scores_BC.gather(1, column_BC), teacher_BC)
+            _distillation_loss(self._config.distill, scores_BC.gather(1, column_BC), teacher_BC)
             for scores_BC in scores
         ]
         return torch.stack(losses).mean()
@@ -254,7 +256,7 @@ class DualModule(Objective):
                            f"{student}, as the ranker's, with finetune.distill.loss 'cosine'")  # fmt: skip
         of_contexts = cosine_loss(contexts_BE, batch.teacher_contexts_BE)
         of_responses = cosine_loss(responses_BE, batch.teacher_responses_BE)
-        return (of_contexts + of_responses) * self._distill.weight
+        return (of_contexts + of_responses) * self._config.distill.weight
 
     def _scores(
         self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Sequence[Tensor], width: int
@@ -277,12 +279,12 @@ class PairModule(Objective):
     def __init__(
         self,
         network: PairNetwork,
-        distill: Distillation = _NO_TEACHER,
+        config: FinetuneConfig = _DEFAULTS,
         guide: Guide | None = None,
     ) -> None:
         super().__init__()
         self.network = network
-        self._distill = distill
+        self._distill = config.distill
         self._guide = guide
 
     def encode(self, batch: PairBatch) -> tuple[Tensor, ...]:
