@@ -29,6 +29,7 @@ from jobs.benchmarks import report
 from pipeline.config import parse
 from serve import app, metrics
 from serve.http import api, errors
+from serve.limits import Limits
 from tests.pages import (
     BLOCKS,
     FILES,
@@ -292,11 +293,22 @@ def test_the_metrics_of_the_pages_are_those_of_the_code():
     found = re.findall(r"ray_(polyrank_\w+)", text)
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in found}
     assert named - COUNTED == set()
-    explained = "".join((ROOT / name).read_text() for name in ("serve/README.md", "OPERATING.md"))
+    explained = "".join((ROOT / name).read_text() for name in ("serve/REFERENCE.md", "OPERATING.md"))
     assert {name for name in COUNTED if f"`ray_{name}`" not in explained} == set()
 
 
-SERVE = (ROOT / "serve" / "README.md").read_text()
+SERVE = (ROOT / "serve" / "REFERENCE.md").read_text()
+
+
+def test_the_tables_of_arguments_and_limits_have_all_and_the_defaults_of_limits():
+    """Who writes a file for a service need not read its code."""
+    cells = re.findall(r"(?m)^\| ([^|]*) \| ([^|]*) \|", SERVE)
+    named = set(re.findall(r"`(\w+)`", " ".join(first for first, _ in cells)))
+    assert {*app.Args.model_fields} <= named
+    assert {name: f"{limit.default:,}".removesuffix(".0") if limit.default else "none"
+            for name, limit in Limits.model_fields.items()} == {
+        first.strip("`"): second for first, second in cells if first.strip("`") in Limits.model_fields
+    }  # fmt: skip
 
 
 def test_the_table_of_errors_is_the_codes():
