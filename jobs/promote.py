@@ -27,7 +27,8 @@ class Config:
     """Makes a version of a registered model its champion, a version of a pool CURRENT, or both together.
 
     Services that follow the alias and the pool take them over within seconds. `--rollback` goes back.
-    With `--corpus` a model is promoted only if it is as good as the champion on that corpus.
+    With `--corpus` a model is promoted only if it is better than the champion on that corpus
+    (`--min-difference`).
     """
 
     ALIASES = MappingProxyType({"model": "registered_model"})
