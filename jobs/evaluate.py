@@ -65,8 +65,8 @@ class Config:
     """The split whose examples are ranked."""
     protocol: protocols.Name | Literal["auto"] = "auto"
     """Sets --source, --candidates-per-question and --recall-at, unless you do: convai2 (given, 20), dstc7
-    (given, 100), ubuntu (given, 10), wikipedia (others, 10,001), polyai (blocks, 100), labels (sampled, all of
-    the split; R@1 is the accuracy), pairs (corpus, all). auto: the protocol of the corpus' format."""
+    (given, 100), ubuntu (given, 10), wikipedia (others, 10,001), polyai (blocks, 100), labels (sampled, all
+    of the split; R@1 is the accuracy), pairs (corpus, all). auto: the protocol of the corpus' format."""
     source: CandidateSource | Literal["protocol"] = "protocol"
     """The candidates beside the right response. given: those of the example; sampled: random responses of the
     split; corpus: responses of all splits; blocks: the other responses of a block of C random examples;
