@@ -194,10 +194,11 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
 
 _INTRODUCTION = """\
 `make benchmark` measures every part on your machine in half an hour, with the small models of the demo, and
-writes a page like this one. `python -m jobs.benchmarks.report` makes this one from `jobs/benchmarks/results`.
+writes a page like this one to `.benchmark/results`. `python -m jobs.benchmarks.report` makes this one \
+from `jobs/benchmarks/results`.
 
-- **ratio**: above 1 polyrank is faster. Both sides of a row ran in turn in one run, because only such ratios \
-mean anything on a shared machine.
+- **ratio**: above 1 polyrank is faster. Both sides of a row ran in turn in one run, because only such \
+ratios mean anything on a shared machine.
 - **share of the floor**: the floor is what the machine itself allows.
 - **target**: for a processor with products of bf16. No machine with AVX-512 alone or with ARM was at hand.
 - **run**: the command below the table. A row shows its newest run, a full one if there is one. "One run, \
