@@ -48,8 +48,8 @@ class Config:
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
     """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
-    For gpu and serve: one of sentence-transformers. gpu embeds with it; its own services are measured beside
-    polyrank's."""
+    For gpu and serve: an encoder of sentence-transformers. gpu embeds with it; serve asks other services that
+    serve it."""
     corpus: tuple[str, ...] = ()
     """For convert, finetune and gpu: a corpus. For paper: one corpus for each task. For search and serve:
     contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For

@@ -37,7 +37,7 @@ class Config:
     input: tuple[str, ...]
     """Files or folders; a name that begins with train, valid or test says which split a file is."""
     output: str = field(metadata=program.OUTPUT)
-    """Folder of the classifier, which `serve.app:build classifier=…` serves."""
+    """Folder of the classifier, which jobs.serve --arguments classifier=FOLDER serves."""
     read: ReadConfig = field(default_factory=ReadConfig)
     """The files' format."""
     shots: str = "full"

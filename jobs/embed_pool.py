@@ -47,9 +47,9 @@ class Config:
     """
 
     model: str
-    """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry: bi or poly."""
+    """A ranker (of jobs.finetune): bi, poly or convert. Or models:/name@alias of MLflow's registry."""
     candidates: tuple[str, ...]
-    """Files or folders with an id and a text column."""
+    """Files or folders with a text column and an id column (--embed.text-column, --embed.id-column)."""
     pools: str = field(metadata=program.OUTPUT)
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str

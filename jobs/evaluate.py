@@ -64,13 +64,13 @@ class Config:
     split: Literal["train", "valid", "test"] = "valid"
     """The split whose examples are ranked."""
     protocol: protocols.Name | Literal["auto"] = "auto"
-    """Chooses source, candidates and recall_at where you do not set them. convai2: given, 20. dstc7:
-    given, 100. ubuntu: given, 10. wikipedia: others, 10,001. polyai: blocks, 100. labels: sampled, all
-    that the split has; its R@1 is the accuracy. pairs: corpus, all. auto: that of the corpus' format."""
+    """Sets --source, --candidates-per-question and --recall-at, unless you do: convai2 (given, 20), dstc7
+    (given, 100), ubuntu (given, 10), wikipedia (others, 10,001), polyai (blocks, 100), labels (sampled, all
+    of the split; R@1 is the accuracy), pairs (corpus, all). auto: the protocol of the corpus' format."""
     source: CandidateSource | Literal["protocol"] = "protocol"
-    """given: the corpus' own candidates; sampled: the response among others of the split; corpus: among
-    those of all splits; blocks: the responses of a block of C random examples; others: the response among
-    the corpus' others/."""
+    """The candidates beside the right response. given: those of the example; sampled: random responses of the
+    split; corpus: responses of all splits; blocks: the other responses of a block of C random examples;
+    others: the texts of the corpus' others/. protocol: as --protocol says."""
     candidates_per_question: int = 0
     """C: candidates of an example, the right one among them; `--candidates` means the same. 0: the
     protocol's number. If the split is smaller, blocks and sampled then take all that it has."""

@@ -45,7 +45,7 @@ class Config:
     """
 
     model: tuple[str, ...]
-    """Rankers (of jobs.finetune or jobs.convert_model): bi or poly. Each is a row of the table."""
+    """Rankers (of jobs.finetune or jobs.convert_model): bi, poly or convert. Each is a row of the table."""
     data: str
     """A folder with corpus.jsonl, queries.jsonl and qrels/."""
     split: str = "test"

@@ -21,8 +21,8 @@ _SHOWN_CHARACTERS = 80
 class Config:
     """Shows what a corpus or a pool holds.
 
-    Of a corpus: examples, lengths, repeated texts and what was left out, and the same with plots as HTML.
-    Of a pool: rows, lengths of vectors, equal vectors and nearest pairs.
+    It needs `--corpus` or `--pool`. Of a corpus it shows examples, lengths, repeated texts and what was left
+    out, and the same with plots as HTML. Of a pool: rows, lengths of vectors, equal vectors, nearest pairs.
     """
 
     corpus: str = ""

@@ -67,7 +67,7 @@ class Config:
     authors: Authors = "hash"
     """How author names are stored (reddit): as keyed hashes, or as they are. The key is
     POLYRANK_AUTHOR_SALT. Without it, an output on this machine gets a random key that is kept in
-    ~/.config/polyrank."""
+    ~/.config/polyrank, and any other output is refused."""
     expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """What to do if the number of examples is not the published one: report it, or refuse the input
     (`published`)."""

@@ -26,8 +26,9 @@ _LOCK_EXPIRES_S = 120.0
 class Config:
     """Makes a version of a registered model its champion, a version of a pool CURRENT, or both together.
 
-    Services that follow the alias and the pool take them over within seconds. `--rollback` goes back.
-    With `--corpus` a model is promoted only if it is as good as the champion on that corpus.
+    It needs `--registered-model`, or `--pools` and `--name`, or all three. Services that follow the alias
+    and the pool take them over within seconds. `--rollback` goes back. With `--corpus` a model is promoted
+    only if it is better than the champion on that corpus (`--min-difference`).
     """
 
     ALIASES = MappingProxyType({"model": "registered_model"})

@@ -31,14 +31,14 @@ class Config:
     pool: str
     """<pools>/<name>, or one of its versions."""
     model: str
-    """The ranker that embedded the pool."""
+    """The ranker that embedded the pool, or models:/name@alias of MLflow's registry."""
     context: tuple[str, ...]
     """The turns, oldest first."""
     top_k: int = 10
     """Candidates to show."""
     method: Method = "auto"
-    """auto: exact or pruned, which give the same answer, whichever is faster here. approximate: needs
-    --embed.neighbours."""
+    """auto: exact or pruned, which give the same answer, whichever is faster here. approximate: needs a pool
+    that was made with --embed.neighbours true."""
     certify: bool = False
     """Continue after an approximate answer until the answer is certified."""
     allow: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Config:
     cross: str = ""
     """A cross-encoder that orders the best candidates anew."""
     cross_candidates: int = 100
-    """Number of candidates that the cross-encoder reads."""
+    """Number of the best candidates that the cross-encoder reads."""
     precision: Precision = "auto"
     """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
     device: str = "cpu"

@@ -32,7 +32,8 @@ class Config:
     """The address that the service listens on; the default is POLYRANK_HOST, if that is set. With 0.0.0.0,
     all addresses of this machine, everybody may ask unless tokens are set (serve/README.md)."""
     arguments: tuple[str, ...] = ()
-    """More arguments of `serve.app:build`, name=value, such as precision=fp32 or second_stage=CROSS."""
+    """More arguments of the service, name=value, such as precision=fp32 or second_stage=CROSS
+    (serve/REFERENCE.md)."""
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "port", self.port, "1 to 65535")

@@ -57,7 +57,7 @@ class Config:
     command: tuple[str, ...] = ()
     """The words after `--`: the verb and the options of the job."""
     address: str = ""
-    """The cluster's dashboard, http://…:8265; empty: RAY_API_SERVER_ADDRESS."""
+    """The cluster's dashboard, http://…:8265; empty: RAY_API_SERVER_ADDRESS, or port 8265 of this machine."""
     name: str = ""
     """The job's id; empty: <verb>-<time in UTC>."""
     wait: bool = False

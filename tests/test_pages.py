@@ -29,6 +29,7 @@ from jobs.benchmarks import report
 from pipeline.config import parse
 from serve import app, metrics
 from serve.http import api, errors
+from serve.limits import Limits
 from tests.pages import (
     BLOCKS,
     FILES,
@@ -229,10 +230,12 @@ def test_every_file_that_a_page_names_is_there():
     missing = []
     for page, span in SPANS:
         folder = Path(page).parent
-        for path in re.findall(r"[\w.*-]+(?:/[\w.*-]+)*/?", span if " " not in span else ""):
+        for path in re.findall(r"[\w.*-]+(?:/[\w.*-]+)*/?", span):
             top = path.partition("/")
             is_path = top[1] and top[0] in ("pipeline", "jobs", "serve", "tests", "kuberay")
-            if not is_path and not path.endswith((".py", ".yaml", ".lock", ".env", ".md", ".json")):
+            is_file = path.endswith((".py", ".yaml", ".lock", ".env", ".md", ".json"))
+            is_own = is_file and " " not in span  # a command also names files of its reader
+            if not (is_path or is_own):
                 continue
             patterns = (path, f"{folder}/{path}", f"*/{path}", f"{path}/", f"{path}.py")
             is_there = any(fnmatch(name, pattern) for name in names for pattern in patterns)
@@ -292,11 +295,22 @@ def test_the_metrics_of_the_pages_are_those_of_the_code():
     found = re.findall(r"ray_(polyrank_\w+)", text)
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in found}
     assert named - COUNTED == set()
-    explained = "".join((ROOT / name).read_text() for name in ("serve/README.md", "OPERATING.md"))
+    explained = SERVE + (ROOT / "OPERATING.md").read_text()
     assert {name for name in COUNTED if f"`ray_{name}`" not in explained} == set()
 
 
-SERVE = (ROOT / "serve" / "README.md").read_text()
+SERVE = (ROOT / "serve" / "REFERENCE.md").read_text()
+
+
+def test_the_tables_of_arguments_and_limits_have_all_and_the_defaults_of_limits():
+    """Who writes a file for a service need not read its code."""
+    cells = re.findall(r"(?m)^\| ([^|]*) \| ([^|]*) \|", SERVE)
+    named = set(re.findall(r"`(\w+)`", " ".join(first for first, _ in cells)))
+    assert {*app.Args.model_fields} <= named
+    assert {name: f"{limit.default:,}".removesuffix(".0") if limit.default else "none"
+            for name, limit in Limits.model_fields.items()} == {
+        first.strip("`"): second for first, second in cells if first.strip("`") in Limits.model_fields
+    }  # fmt: skip
 
 
 def test_the_table_of_errors_is_the_codes():

@@ -193,14 +193,17 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Pat
 
 
 _INTRODUCTION = """\
-`make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
-writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
-from the files of `jobs/benchmarks/results`. The two sides of a row ran in turn in one run, because only such
-ratios mean anything on a shared machine. A ratio above 1 means that polyrank is faster. The floor is what the
-machine itself allows. "One run, earlier" marks numbers that were copied by hand from a run's output. A number
-with ± is a mean over seeds. Each row shows its newest run, a full one where there is one; its number is that
-of the command below the table. Targets are for a processor with products of bf16; where a section measured
-several kinds, a second table has a column for each. No machine with AVX-512 alone or with ARM was at hand."""
+`make benchmark` measures every part on your machine in half an hour, with the small models of the demo, and
+writes a page like this one to `.benchmark/results`. `python -m jobs.benchmarks.report` makes this one \
+from `jobs/benchmarks/results`.
+
+- **ratio**: above 1 polyrank is faster. Both sides of a row ran in turn in one run, because only such \
+ratios mean anything on a shared machine.
+- **share of the floor**: the floor is what the machine itself allows.
+- **target**: for a processor with products of bf16. No machine with AVX-512 alone or with ARM was at hand.
+- **run**: the command below the table. A row shows its newest run, a full one if there is one. "One run, \
+earlier": the numbers were copied by hand from a run's output. **±**: a mean over seeds.
+- **by kind of processor**: a second table of the rows that were measured on several kinds."""
 
 
 def _section(title: str, rows: Sequence[ResultRow], picture: str) -> str:

@@ -23,11 +23,11 @@ _GENERAL = {
     "print_config": ("", "Print all options with their values as YAML, and exit."),
     "progress": (
         "bar|json|none",
-        "bar: for a person; json: a line of JSON per event on standard error; none.",
+        "bar: for a person; json: a line of JSON per event on standard error; none: nothing.",
     ),
     "max_wait_minutes": (
         "NUMBER",
-        "How long to wait for cores and GPUs that a service or another job holds.",
+        "Minutes to wait for cores and GPUs that a service or another job holds; then exit code 1.",
     ),
 }
 """The options of every job: their values, and their meanings."""
@@ -118,6 +118,8 @@ def _section(title: str, options: Sequence[Action], types: Mapping[str, Any]) ->
         words = [_name(option), _metavar(option, types)]
         if not option.required and option.default not in (None, SUPPRESS, "", (), []):
             words.append(f"(default: {_plain(option.default)})")
+        elif option.default is None and words[1].endswith("|null"):
+            words.append("(default: null)")
         lines.append(_wrap(" ".join(filter(None, words)), "  ", "      "))
         meaning = _GENERAL.get(option.dest, ("", option.help or ""))[1].replace("%%", "%")
         lines.append(_wrap(" ".join(meaning.split()), "      ", "      "))

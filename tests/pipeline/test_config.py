@@ -46,6 +46,14 @@ class Config:
     """A group."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """Another job."""
+
+    least: float | None = None
+    """A bound; null: none."""
+
+
 def read(line: str) -> Config:
     return parse(Config, line.split(), "python -m jobs.test")
 
@@ -213,6 +221,12 @@ def test_help_of_a_group_shows_its_options_alone(capsys):
 def test_all_help_shows_groups_too(capsys):
     shown = help_of("--keep", "--help", "all", capsys=capsys)
     assert "  --keep true|false (default: false)\n" in shown and "  --inner.ks INTEGER …" in shown
+
+
+def test_help_shows_a_default_of_null(capsys):
+    with pytest.raises(SystemExit):
+        parse(Bounded, ["--help"], "python -m jobs.test")
+    assert "  --least NUMBER|null (default: null)\n" in capsys.readouterr().out
 
 
 _configs = st.builds(

@@ -41,7 +41,7 @@ class Options:
     """Use only responses in these languages (ISO 639-1: en, de, …); none named: all. Needs the extra
     `language`."""
     min_score: int | None = None
-    """Comments with a lower score, or without a score, are no response."""
+    """Comments with a lower score, or without a score, are no response; null: no bound."""
     bots: Literal["keep", "drop"] = "keep"
     """Keep or drop texts of well-known bots, and of names that end in "Bot", "_bot" or "-bot"."""
     deleted_authors: Literal["keep", "drop"] = "keep"
