@@ -16,7 +16,12 @@ DOCUMENTS = {f"d{number}": text for number, text in enumerate((
 ))}  # fmt: skip
 QUERIES = {"q1": "who works at a hospital ?", "q2": "what do you drink ?", "d2": DOCUMENTS["d2"],
            "d5": "a boat"}  # fmt: skip
-GRADES = {"q1": {"d3": 2, "d8": 1}, "q2": {"d6": 1, "d7": 1, "d9": 2}, "d2": {"d1": 1}, "d5": {"d5": 1}}
+GRADES = {
+    "q1": {"d3": 2, "d8": 1},
+    "q2": {"d6": 1, "d7": 1, "d9": 2},
+    "d2": {"d1": 1},
+    "d5": {"d5": 1},
+}
 
 
 @pytest.fixture
