@@ -118,6 +118,8 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
     heads = len(report["heads"])
     spread = f" ± {report['accuracy_std']:.3f} over {heads} heads" if heads > 1 else ""
+    if heads == 1 and (interval := report.get("accuracy_interval")):  # older reports have none
+        spread = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})"
     lines = [
         f"accuracy {report['accuracy']:.3f}{spread}, macro-F1 {report['macro_f1']:.3f}: "
         f"{report['examples']:,} texts ({report['asked_split']}) of {report['intents']} intents, "

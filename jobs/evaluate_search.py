@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -110,7 +111,7 @@ def run(config: Config) -> program.Summary:
     rows = [_measure("bm25", _bm25(collection), collection)] if config.baseline else []
     documents = _write_documents(collection, config)
     for name, (model, _) in models.items():
-        search = _pool_search(model, documents, config)
+        search = _pool_search(model, documents, collection, config)
         own_rows = [_measure(name, search, collection)]
         for stage_name, stage in second_stages.items():
             for together in (False, True) if config.together else (False,):
@@ -151,7 +152,9 @@ def _measure(name: str, search: Search, collection: Collection) -> Row:
             began = time.perf_counter()
             ids = search(text)
             seconds.append(time.perf_counter() - began)
-            found[query] = [document for document in ids if document != query]  # as BEIR has it
+            # As BEIR has it; but own collections may count both queries and documents from 1.
+            right = collection.grades[query]
+            found[query] = [each for each in ids if each != query or each in right]
             bar.update()
     values = retrieval.metrics(found, collection.grades)
     return Row(
@@ -173,8 +176,9 @@ def _write_documents(collection: Collection, config: Config) -> str:
     return file
 
 
-def _pool_search(model: Artifact, documents: str, config: Config) -> Search:
-    """Embeds the documents into a pool, or finds it, and searches it."""
+def _pool_search(model: Artifact, documents: str, collection: Collection, config: Config) -> Search:
+    """Embeds the documents into a pool, or finds it, and searches it. The pool holds documents with the same
+    text once, so each of them gets the score of the one that is there."""
     from pipeline import Pool, Ranker
 
     embed = embed_pool.Config(
@@ -189,9 +193,16 @@ def _pool_search(model: Artifact, documents: str, config: Config) -> Search:
     with executors.in_this_process() if config.resources == HERE else nullcontext():
         pool = Pool.open(embed_pool.run(embed)["output"])
     ranker = Ranker.load(model.uri, config.precision)
+    ids_of_text = defaultdict[str, list[str]](list)
+    for document, text in collection.documents.items():
+        ids_of_text[text].append(document)
 
     def search(query: str) -> dict[str, float]:
-        return {result.id: result.score for result in pool.search(ranker, query, top_k=DEPTH + 1)}
+        return {
+            document: result.score
+            for result in pool.search(ranker, query, top_k=DEPTH + 1)
+            for document in ids_of_text[collection.documents[result.id]]
+        }
 
     return search
 

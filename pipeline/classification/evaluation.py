@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.classification import metrics
 from pipeline.classification.texts import Labelled
+from pipeline.evaluation.significance import mean_interval
 
 _WHOLE = 40  # intents that a picture can name
 _SHOWN = 30  # of more intents the worst
@@ -67,10 +68,11 @@ def numbers(answers: Answers, threshold: float) -> dict[str, float]:
 
 
 def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
-    """The worst intents, the pairs that are confused, and every intent."""
+    """The 95 % interval of the accuracy, the worst intents, the pairs that are confused, and every intent."""
     pair = answers.true_N, answers.answered_N
     results = metrics.by_intent(*pair, labels)
     return {
+        "accuracy_interval": mean_interval(answers.is_right.astype(np.float64)),
         "worst": [result._asdict() for result in metrics.worst(results)],
         "confusions": [confusion._asdict() for confusion in metrics.confusions(*pair, labels)],
         "by_intent": [result._asdict() for result in results],

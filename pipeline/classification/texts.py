@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -59,6 +59,13 @@ class ReadConfig(tables.TableFormat):
     """csv: the intent of texts that belong to no intent, such as "oos"; empty: there are no such
     texts."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in fields(self) if self.dataset != "csv" else ():
+            value = getattr(self, option.name)
+            require(option.name == "dataset" or value == option.default, f"read.{option.name}", value,
+                    f"{option.default!r}, with read.dataset {self.dataset!r}")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -77,21 +84,24 @@ class Texts:
 def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts:
     """The texts of files and folders, split as above.
 
-    Raises BadInput for fewer than two intents, for an intent with one text if a tenth is to be held out,
-    and for test intents that train lacks.
+    Raises BadInput for fewer than two intents, for an intent with one text if a tenth is to be held out, for
+    test intents that train lacks, and for a label of texts out of scope that no text has.
     """
     report = file_tasks.ParseReport()
-    by_split: dict[Split | None, list[Labelled]] = {}
+    rows_by_split: dict[Split | None, list[Labelled]] = {}
     for split, row in _rows(storage.expand(uris), config, reading, report):
-        by_split.setdefault(split, []).append(row)
+        rows_by_split.setdefault(split, []).append(row)
     _check_share(report, reading)
-    rows_by_split = {split: rows for split, rows in by_split.items() if rows}
     inputs = " ".join(uris)
-    if not rows_by_split:
+    rows = [row for rows in rows_by_split.values() for row in rows]
+    if not rows:
         raise BadInput(f"--input {inputs}: no text with an intent")
+    if (name := config.out_of_scope_label) and not any(row.out_of_scope for row in rows):
+        labels = sorted(labels_of(rows), key=lambda label: _key(label) != _key(name))
+        raise BadInput(f"read.out_of_scope_label: {name!r} is not allowed; allowed: an intent of the input, "
+                       f"such as {_shown(list(map(repr, labels)))}")  # fmt: skip
     if len(rows_by_split) == 1 or rows_by_split.keys() <= {"train", None}:
-        rows = [row for rows in rows_by_split.values() for row in rows]
-        train, valid, tested = _split_tenths(rows, inputs)
+        train, valid, tested = _split_tenths(rows, inputs, "test")
         asked_split = "tenth"
     else:
         train = [*rows_by_split.get(None, []), *rows_by_split.get("train", [])]
@@ -102,19 +112,23 @@ def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) ->
     inside = [row for row in valid if not row.out_of_scope]
     train = [row for row in train if not row.out_of_scope]
     if outside and not inside:
-        eight, ninth, tenth = _split_tenths(train, inputs)
+        eight, ninth, tenth = _split_tenths(train, inputs, "valid")
         train, inside = [*eight, *ninth], tenth
+    threshold = [*inside, *outside] if outside else []
     notes = [
         *report.notes,
-        *_contradiction_notes([*train, *tested]),
+        *_spelling_notes(labels_of(rows)),
+        *_contradiction_notes(rows),
         *_repetition_notes(train),
-        *_overlap_notes(train, tested),
+        *_overlap_notes(tested, "asked texts, trained on too", train),
+        *_overlap_notes(
+            threshold, "texts for the threshold, trained on or asked too", [*train, *tested]
+        ),
     ]
     if not outside:
         notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
     dropped = {**report.dropped.counts, **report.malformed.counts}
-    texts = Texts(train, tested, [*inside, *outside] if outside else [], asked_split, dropped,
-                  tuple(notes))  # fmt: skip
+    texts = Texts(train, tested, threshold, asked_split, dropped, tuple(notes))
     _check(texts, inputs)
     return texts
 
@@ -190,10 +204,10 @@ def _check_share(report: file_tasks.ParseReport, reading: raw.Reading) -> None:
 
 
 def _split_tenths(
-    texts: Sequence[Labelled], inputs: str
+    texts: Sequence[Labelled], inputs: str, missing: Split
 ) -> tuple[list[Labelled], list[Labelled], list[Labelled]]:
     """Eight tenths, one, and one of every intent; an intent of few texts has at least one in the first
-    part and one in the last."""
+    part and one in the last. `missing`: the split that the last part stands for."""
     parts: tuple[list[Labelled], list[Labelled], list[Labelled]] = ([], [], [])
     groups_by_intent: dict[str, dict[str, list[Labelled]]] = {}
     for row in texts:
@@ -202,7 +216,7 @@ def _split_tenths(
         groups = groups_by_intent[intent]
         if len(groups) < 2:
             raise BadInput(f"--input {inputs}: intent {intent!r} has 1 text (equal ones count once), and a "
-                           "tenth of each is to be held out; allowed: 2 at least, or a file test.csv "
+                           f"tenth of each is to be held out; allowed: 2 at least, or a file {missing}.csv "
                            "beside it")  # fmt: skip
         keys = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest())
         tenth = round(len(keys) / 10)
@@ -225,19 +239,36 @@ def _repetition_notes(train: Sequence[Labelled]) -> list[str]:
     return [f"of {len(train):,} texts to train on, repeats of others: {count:,}"] if count else []
 
 
-def _overlap_notes(train: Sequence[Labelled], tested: Sequence[Labelled]) -> list[str]:
-    """Says how many test texts are also trained on, so that their answers are known."""
-    keys = {_key(row.text) for row in train}
-    count = sum(_key(row.text) in keys for row in tested)
-    return [f"of {len(tested):,} asked texts, trained on too: {count:,}"] if count else []
+def _overlap_notes(
+    texts: Sequence[Labelled], relation: str, others: Sequence[Labelled]
+) -> list[str]:
+    """Says how many of the texts are also among the others, so that their answers are known."""
+    keys = {_key(row.text) for row in others}
+    count = sum(_key(row.text) in keys for row in texts)
+    return [f"of {len(texts):,} {relation}: {count:,}"] if count else []
 
 
 def _contradiction_notes(texts: Sequence[Labelled]) -> list[str]:
     intents_by_text: dict[str, set[str]] = {}
     for row in texts:
-        intents_by_text.setdefault(row.text, set()).add(row.intent)
+        intents_by_text.setdefault(_key(row.text), set()).add(row.intent)
     count = sum(len(text_intents) > 1 for text_intents in intents_by_text.values())
     return [f"texts with more than one intent: {count:,}"] if count else []
+
+
+def _spelling_notes(labels: Sequence[str]) -> list[str]:
+    """Names intents that are probably one."""
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        spellings.setdefault(_key(label), []).append(label)
+    alike = [" and ".join(map(repr, names)) for names in spellings.values() if len(names) > 1]
+    return [f"different intents, but for case and white space: {_shown(alike)}"] if alike else []
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The first five names."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _check(texts: Texts, inputs: str) -> None:
@@ -254,10 +285,9 @@ def _check(texts: Texts, inputs: str) -> None:
         for intent in train_intents:
             del unknown[intent]
         if unknown:
-            shown_intents = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
-            suffix = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
+            shown_intents = _shown([repr(intent) for intent in sorted(unknown)])
             raise BadInput(f"--input {inputs}: {name} has {len(unknown):,} intents that train lacks "
-                           f"({shown_intents}{suffix}), of {sum(unknown.values()):,} texts; allowed: "
+                           f"({shown_intents}), of {sum(unknown.values()):,} texts; allowed: "
                            "intents of train, or read.out_of_scope_label")  # fmt: skip
 
 

@@ -67,8 +67,9 @@ def read_beir(folder: str, split: str) -> Collection:
     texts = dict[str, str]()
     for place, row in _rows(folder, "queries.jsonl"):
         _add(texts, _id(row, place), _text(row, "text", place), place)
-    grades = dict[str, dict[str, int]]()
+    judged = dict[str, dict[str, int]]()
     for query, document, grade in _judgements(storage.join(folder, "qrels", f"{split}.tsv")):
+        right_documents = judged.setdefault(query, {})
         if grade <= 0:
             continue
         if document not in documents:
@@ -76,7 +77,10 @@ def read_beir(folder: str, split: str) -> Collection:
         elif not texts.get(query):
             left_out["right documents of queries that are not in queries.jsonl"] += 1
         else:
-            grades.setdefault(query, {})[document] = grade
+            right_documents[document] = grade
+    grades = {query: right for query, right in judged.items() if right}
+    if len(grades) < len(judged):
+        left_out["queries without a right document"] = len(judged) - len(grades)
     if not grades:
         raise BadInput(
             f"{folder}: no query of qrels/{split}.tsv has a right document in corpus.jsonl"

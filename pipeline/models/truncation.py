@@ -92,7 +92,13 @@ def _with_prompt(tokenise: Any, prompt: str) -> _RowsOf:
 
 
 def _longer(rows_of: _RowsOf, most: int, texts: Sequence[Any]) -> list[int]:
-    return [place for place, row in enumerate(rows_of(texts, most + 1)) if len(row) > most]
+    rows = rows_of(texts, most + 1)
+    long_places = [place for place, row in enumerate(rows) if len(row) > most]
+    # A multi-context ConveRT's row is two texts, and each of them keeps `most` tokens.
+    kept = rows_of([texts[place] for place in long_places], most) if long_places else []
+    return [
+        place for place, row in zip(long_places, kept, strict=True) if len(row) < len(rows[place])
+    ]
 
 
 def _truncated(rows_of: _RowsOf, most: int, texts: Sequence[Any]) -> Truncated:

@@ -53,6 +53,8 @@ def test_a_csv_becomes_a_classifier_and_its_numbers(classify, tmp_path: Path):
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert (numbers["examples"], numbers["train_examples"], numbers["intents"]) == (6, 48, 3)
     assert numbers["accuracy"] == done["accuracy"] == 1.0
+    clopper_pearson = [0.025 ** (1 / 6), 1.0]
+    assert numbers["accuracy_interval"] == pytest.approx(clopper_pearson, abs=0.02)
     assert numbers["asked_split"] == "tenth"
     artifact, made = open_classifier(done["output"])
     assert made.labels == ("block", "greet", "pay")

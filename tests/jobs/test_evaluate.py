@@ -366,6 +366,10 @@ def test_texts_that_are_longer_than_a_model_reads_are_counted(tiny_ranker):
     assert longer == 2 and truncation(ranker, [["a"]], ["a"]) == ""
     ranker.config = replace(ranker.config, candidate_prompt="ab " * most)
     assert truncation(ranker, [["a"]], ["a"]).startswith("1 of 1 candidates are longer")
+    convert = load_ranker(tiny_ranker("convert").local())  # reads 48 of either text
+    assert truncation(convert, [["a" * 30, "a" * 30]], ["a"]) == ""
+    said = truncation(convert, [["a" * 30, "a" * 30], ["a" * 50, "a"]], ["a"])
+    assert said.startswith("1 of 2 contexts are longer than the 48 tokens")
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, prepared):

@@ -192,8 +192,9 @@ class ConvertTokenizer:
         return row or [self.pad]
 
     def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """One row per candidate, at most `max_tokens`."""
-        return [self._subwords.ids(text, max_tokens) or [self.pad] for text in texts]
+        """One row per candidate, at most `max_tokens`; white space at its ends is no part of it, as of a
+        turn."""
+        return [self._subwords.ids(text.strip(), max_tokens) or [self.pad] for text in texts]
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""

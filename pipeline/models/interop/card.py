@@ -37,9 +37,11 @@ print(texts[scores.argmax()], scores)
 ```
 """
 _ONNX = """\
-`model.onnx` takes `ids`, int64 [texts, tokens], which `vocabulary.json` makes; rows end in the pad id. It
-gives `context` and `candidate`, float32 encodings of length 1, and `sentence` for other tasks. A score is the
-dot product of one text's `context` and the other's `candidate`.
+`model.onnx` takes `ids`, int64 [texts, tokens], which `vocabulary.json` makes; rows end in the pad id. Of a
+text keep the first {context_tokens} ids for `context` and `sentence`, the first {candidate_tokens} for
+`candidate`; the graph fails on longer rows than the larger of both. `context` and `candidate` are float32
+encodings of length 1, and `sentence` is for other tasks. A score is the dot product of one text's `context`
+and the other's `candidate`.
 
 ```python
 import onnxruntime

@@ -1,7 +1,8 @@
 """A single-context ConveRT as ONNX, for services without torch.
 
-    model.onnx         "ids" int64 [B, T], padded with the pad id → "context" and "candidate" float32 [B, E],
-                       encodings of length 1, and "sentence" float32 [B, R], which other tasks take
+    model.onnx         "ids" int64 [B, T], padded with the pad id, T no longer than the settings' texts →
+                       "context" and "candidate" float32 [B, E], encodings of length 1, and "sentence"
+                       float32 [B, R], which other tasks take
     vocabulary.json    what makes the ids (reference 5.1); a text without a token is one pad id
     ranker.json        the settings
 

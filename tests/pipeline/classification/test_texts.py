@@ -158,6 +158,8 @@ def test_columns_have_any_name_and_labels_may_be_numbers(read, number):
          "of 45 texts to train on, repeats of others: 5"),
         ({"train.csv": "", "test.csv": "Pay  NUMBER 1,pay\nanything else,block\n"},
          "of 2 asked texts, trained on too: 1"),
+        ({"mine.csv": "".join(f"Pay {at},PAY\n" for at in range(9))},
+         "different intents, but for case and white space: 'PAY' and 'pay'"),
     ],
 )  # fmt: skip
 def test_texts_that_stand_more_than_once_are_reported(read, files, note):
@@ -165,6 +167,15 @@ def test_texts_that_stand_more_than_once_are_reported(read, files, note):
     known = {first: HEAD + rows("pay", 20) + rows("block", 20) + text}
     found = read(known | {name: HEAD + text for name, text in others})
     assert found.notes == (note, ALL_IN_SCOPE)
+
+
+def test_texts_for_the_threshold_that_are_known_are_reported(read):
+    found = read({
+        "train.csv": HEAD + rows("pay", 20) + rows("block", 20) + rows("oos", 2),
+        "valid.csv": HEAD + rows("pay", 1) + rows("block", 1, 90),
+        "test.csv": HEAD + "pay 20,pay\nOOS number 1,oos\n",
+    }, out_of_scope_label="oos")  # fmt: skip
+    assert found.notes == ("of 4 texts for the threshold, trained on or asked too: 2",)
 
 
 def test_empty_texts_and_intents_are_counted(read):
@@ -190,6 +201,26 @@ def test_what_cannot_be_trained_or_asked_is_refused(read, files, words):
     with pytest.raises(BadInput) as refusal:
         read(files)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_label_out_of_scope_that_no_text_has_is_refused(read):
+    with pytest.raises(
+        BadInput, match=r"out_of_scope_label: 'oos'.* such as 'OOS', 'block', 'pay'"
+    ):
+        read({"mine.csv": HEAD + rows("pay", 9) + rows("block", 9) + rows("OOS", 9)},
+             out_of_scope_label="oos")  # fmt: skip
+
+
+def test_what_a_tenth_of_train_stands_for_is_named(read):
+    files = {"train.csv": HEAD + rows("pay", 9) + rows("rare", 1) + rows("oos", 2),
+             "test.csv": HEAD + rows("pay", 1)}  # fmt: skip
+    with pytest.raises(BadInput, match=r"'rare' has 1 text .* or a file valid.csv beside it"):
+        read(files, out_of_scope_label="oos")
+
+
+def test_a_public_set_has_no_columns_to_name():
+    with pytest.raises(BadInput, match=r"read.label_column: 'intent' .* read.dataset 'hwu64'"):
+        ReadConfig(dataset="hwu64", label_column="intent")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "ten", ""])

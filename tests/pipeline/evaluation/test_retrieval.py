@@ -108,6 +108,7 @@ def test_beirs_files_are_read_and_what_is_left_out_is_counted(folder):
         "documents without a text": 1,
         "right documents that are not in corpus.jsonl": 1,
         "right documents of queries that are not in queries.jsonl": 1,
+        "queries without a right document": 3,
     }
     assert found.first(1).queries == {"0": "query 0"} and found.first(1).grades == {
         "0": {"a": 2, "3": 1}

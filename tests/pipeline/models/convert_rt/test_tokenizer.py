@@ -111,7 +111,7 @@ def test_odd_texts_have_a_row_of_at_most_so_many_tokens(name):
     (context,) = tokenizer.contexts([[TEXTS[name], TEXTS[name]]], 60)
     assert 1 <= len(context) <= 60 + 1 + 60
     tokens = tokenizer.batch([candidate, [1, 2, 3]])
-    assert tokens.mask_BT[0].any() == bool(TEXTS[name])
+    assert tokens.mask_BT[0].any() == bool(TEXTS[name].strip())
 
 
 def test_a_context_is_its_newest_turn_and_the_earlier_ones_newest_first():
@@ -136,6 +136,8 @@ def test_empty_turns_and_spaces_around_them_do_not_count(numbered):
     expected = tokenizer.contexts([["the", "cat", "at the"], ["at the"]], 60)
     spaced = [[" the\n", "", "cat ", " ", " at the "], [" ", "", "at the", ""]]
     assert tokenizer.contexts(spaced, 60) == expected
+    candidates = tokenizer.candidates(["at the", " at the\n", " ", ""], 60)
+    assert candidates == [expected[1], expected[1], [tokenizer.pad], [tokenizer.pad]]
 
 
 def test_pieces_read_as_the_text():
