@@ -96,6 +96,8 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     with interrupted(process := command("--port", port)) as lines:
         said = "".join(lines)
         assert {result["text"] for result in rank(port, "where is card 7 ?")} == {*CARDS}
+        # Torch and the encoder, 1 GB, are not kept beside the service.
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     assert "\nthe right answer first, among all answers, for " in said
     assert process.returncode == 0
     assert lines[0].startswith(
@@ -335,3 +337,5 @@ def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
     assert done.code == 0, done.stderr
     assert f"--input '{table}' --pairs.context-column 'the question'" in done.stdout
     assert "--embed.text-column '$answer'" in done.stdout
+    numbers = re.findall(r"^== (\d/\d) ", done.stdout, re.MULTILINE)
+    assert numbers == ["1/5", "2/5", "3/5", "4/5", "5/5"]
