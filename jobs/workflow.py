@@ -121,7 +121,8 @@ def become(config: Config, name: str) -> NoReturn:
     steps = read_steps(config.file, config.set)
     number, step = next(at for at in enumerate(steps, 1) if at[1].name == name)
     _announce(step, number, len(steps))
-    command = [sys.executable, "-m", "jobs", step.verb, *step.options]
+    # -P: without it a file serve.py in the user's folder would be found before this tree's serve/.
+    command = [sys.executable, "-P", "-m", "jobs", step.verb, *step.options]
     os.execve(sys.executable, command, _environment())
 
 
