@@ -87,7 +87,6 @@ def run(config: Config) -> program.Summary:
         trains, reason = _decide(config, files, table)
     print(f"questions: column {table.context_column!r}; answers: column {table.response_column!r} "
           "(--question and --answer choose others)", flush=True)  # fmt: skip
-    print(reason, flush=True)
     variables: dict[str, object] = {
         "table": config.table,
         "question": table.context_column,
@@ -110,6 +109,7 @@ def run(config: Config) -> program.Summary:
     with executors.in_this_process() if is_small and not config.dry_run else nullcontext():
         if _has_changed(config, files, table):
             return _embed_changed(config, steps)
+        print(reason, flush=True)
         cluster.require_free("127.0.0.1", config.port)
         model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
         if config.dry_run:

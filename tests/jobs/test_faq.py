@@ -135,8 +135,9 @@ def test_a_changed_table_needs_a_model_and_the_folder_is_of_one_table(tmp_path, 
     refused = run_job_here("faq", second, "--work", work).refusal
     assert f"--work {work}: holds what was made of {first}; allowed: a folder of its" in refused
     first.write_text("question,answer\nhow ?,so\nwhere ?,here\n")
-    refused = run_job_here("faq", first, "--work", work).refusal
+    refused = (said := run_job_here("faq", first, "--work", work)).refusal
     assert f"{first} has changed since {work}/corpus was made, and there is no model yet" in refused
+    assert "rows have" not in said.stdout  # whether training pays
     assert refused.endswith(f"to train anew: --work {work}-2")
 
 
