@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jobs import cluster, program, workflow
 from pipeline import storage
@@ -35,8 +35,6 @@ _UNTRAINED = "untrained "
 _UNSEEN = "valid"
 """The split whose questions are kept out of training. Without training those of train/ are asked: they are
 more, and all are new to the encoder."""
-_SERVING = ("pool", "serve")
-"""The steps after the evaluation."""
 _LARGE_BYTES = 5_000_000
 """From here on, some 20,000 rows, embedding by a process for each core saves more than Ray's starts cost."""
 _FEWEST_ROWS = 100
@@ -89,7 +87,6 @@ def run(config: Config) -> program.Summary:
         trains, reason = _decide(config, files, table)
     print(f"questions: column {table.context_column!r}; answers: column {table.response_column!r} "
           "(--question and --answer choose others)", flush=True)  # fmt: skip
-    print(reason, flush=True)
     variables: dict[str, object] = {
         "table": config.table,
         "question": table.context_column,
@@ -112,6 +109,7 @@ def run(config: Config) -> program.Summary:
     with executors.in_this_process() if is_small and not config.dry_run else nullcontext():
         if _has_changed(config, files, table):
             return _embed_changed(config, steps)
+        print(reason, flush=True)
         cluster.require_free("127.0.0.1", config.port)
         model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
         if config.dry_run:
@@ -121,24 +119,32 @@ def run(config: Config) -> program.Summary:
         if best != model:
             evaluation = _evaluate(config.work, steps, best, split)
         print(f"\n{comparison}{_least_score_hint(evaluation)}", flush=True)
-        return workflow.run(replace(_steps_of(steps, best), start_at=_SERVING[0]))
+        return _embed_and_serve(_steps_of(steps, best))
 
 
 def _steps_of(steps: workflow.Config, model: str) -> workflow.Config:
     """The steps that make this model and serve it."""
-    (other,) = {"ranker", "untrained"} - {model}
-    return replace(steps, set=(*steps.set, f"model={model}"), skip=(other,))
+    settings = [f"model={model}"]
+    if model == "untrained":
+        settings.append("make=convert_model --model ${encoder}")
+    return replace(steps, set=(*steps.set, *settings))
+
+
+def _embed_and_serve(steps: workflow.Config) -> NoReturn:
+    workflow.run(replace(steps, start_at="pool", skip=("serve",)))
+    # In this process the encoder and torch would keep 1 GB as long as the service runs.
+    workflow.become(steps, "serve")
 
 
 def _evaluate(work: str, steps: workflow.Config, model: str, split: str) -> dict[str, Any]:
     """Makes a model and evaluates it, unless that is done. Returns what jobs.evaluate writes."""
     steps, uri = _steps_of(steps, model), storage.join(work, model)
-    workflow.run(replace(steps, skip=(*steps.skip, "evaluate", *_SERVING)))
+    workflow.run(replace(steps, skip=("evaluate", "pool", "serve")))
     file = f"{uri}-evaluation.json"
     done = json.loads(storage.read_bytes(file)) if storage.exists(file) else {"models": {}}
     is_of_model = [*done["models"].values()] == [open_artifact(uri, "ranker").fingerprint]
     if not is_of_model or done["split"] != split:
-        workflow.run(replace(steps, start_at="evaluate", skip=(*steps.skip, *_SERVING)))
+        workflow.run(replace(steps, start_at="evaluate", skip=("pool", "serve")))
         done = json.loads(storage.read_bytes(file))
     evaluation: dict[str, Any] = done
     return evaluation
@@ -345,10 +351,12 @@ def _embed_changed(config: Config, steps: workflow.Config) -> program.Summary:
     if config.train is not None:
         raise BadInput(f"--train {str(config.train).lower()}: {changed}; {anew}")
     print(f"{changed}: {config.work}/{model} embeds it, without training; {anew}", flush=True)
-    steps = replace(_steps_of(steps, model), start_at=_SERVING[0])
-    if config.dry_run or not cluster.is_open("127.0.0.1", config.port):
+    steps = replace(_steps_of(steps, model), start_at="pool")
+    if config.dry_run:
         return workflow.run(steps)
-    done = workflow.run(replace(steps, skip=(*steps.skip, "serve")))
+    if not cluster.is_open("127.0.0.1", config.port):
+        return _embed_and_serve(steps)
+    done = workflow.run(replace(steps, skip=("serve",)))
     print(f"a service of this folder at port {config.port} follows within seconds", flush=True)
     return done
 

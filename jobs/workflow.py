@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -109,11 +109,25 @@ def run(config: Config) -> program.Summary:
     for number, step in enumerate(steps, 1):
         if step.name in skipped:
             continue
-        print(f"\n== {number}/{len(steps)} {step.name}: {shlex.join(step.command)}", flush=True)
+        _announce(step, number, len(steps))
         is_first = not summaries
         summaries.append(_estimate(step, is_first) if config.dry_run else _run_step(step))
     about = {"workflow": config.file, "dry_run": config.dry_run}
     return {**about, "skipped": skipped, "steps": summaries}
+
+
+def become(config: Config, name: str) -> NoReturn:
+    """Runs a job of the workflow in place of this process, whose memory is free then."""
+    steps = read_steps(config.file, config.set)
+    number, step = next(at for at in enumerate(steps, 1) if at[1].name == name)
+    _announce(step, number, len(steps))
+    # -P: without it a file serve.py in the user's folder would be found before this tree's serve/.
+    command = [sys.executable, "-P", "-m", "jobs", step.verb, *step.options]
+    os.execve(sys.executable, command, _environment())
+
+
+def _announce(step: Step, number: int, steps: int) -> None:
+    print(f"\n== {number}/{steps} {step.name}: {shlex.join(step.command)}", flush=True)
 
 
 def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:

@@ -471,6 +471,8 @@ def _set_experiment(name: str) -> str:
         return str(registry.bounded(mlflow.set_experiment, name).experiment_id)
     base = _sqlite_path(uri)
     with _file_lock(base.with_name(f"{base.name}.lock")):
+        if not base.exists():  # that takes MLflow 5 s
+            print(f"makes {base}, the log of runs", file=sys.stderr, flush=True)
         _require_writable(uri)
         if mlflow.get_experiment_by_name(name) is None:
             mlflow.create_experiment(name, artifact_location=(base.parent / "mlruns").as_uri())

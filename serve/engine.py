@@ -159,6 +159,11 @@ class Engine:
                 self.known_contexts[open_pool.name] = contexts
                 self._closing.callback(contexts.close)
 
+    def encode_known_contexts(self) -> None:
+        """Begins to encode them, in threads; until they are encoded, answers name none."""
+        for contexts in self.known_contexts.values():
+            contexts.start()
+
     @property
     def has_vectors(self) -> bool:
         return self.ranker.config.has_vectors

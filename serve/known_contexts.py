@@ -1,7 +1,7 @@
 """The known contexts of a pool's candidates, such as the questions of a FAQ's answers: which one is nearest.
 
-A pool stores their texts, not their vectors. They are encoded after the pool is loaded, in a thread, so that
-the first answers do not wait for them.
+A pool stores their texts, not their vectors. A replica encodes them in a thread after its rehearsal: its
+first answers do not wait for them, and the rehearsal measures requests that have the cores for themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class KnownContexts:
         self._vectors_KD: Tensor | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._encode, args=[ranker], daemon=True)
-        self._thread.start()
 
     @classmethod
     def of(cls, pool: Pool, ranker: Ranker) -> KnownContexts | None:
@@ -47,6 +46,10 @@ class KnownContexts:
         if not 0 < sum(map(len, contexts_of_place)) <= MOST:
             return None
         return cls(ranker, contexts_of_place)
+
+    def start(self) -> None:
+        """Begins to encode them."""
+        self._thread.start()
 
     def nearest(self, vector_D: Tensor, places: Sequence[int]) -> list[list[str] | None]:
         """The nearest known context of the candidate at each place; None: it has none, or they are not all
@@ -64,7 +67,8 @@ class KnownContexts:
     def close(self) -> None:
         """Encodes no more of them."""
         self._closed.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _encode(self, ranker: Ranker) -> None:
         parts = list[Tensor]()

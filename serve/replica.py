@@ -118,6 +118,7 @@ class Replica:
                 now = engine.model.fingerprint
                 raise BadInput(f"{versions.model}: is {now} now, not {versions.fingerprint}")
             asyncio.run(self._service.rehearse(engine, time.monotonic() + _REHEARSAL_S))
+            engine.encode_known_contexts()
         except BaseException:
             engine.close()
             raise

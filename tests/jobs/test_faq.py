@@ -96,6 +96,8 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
     with interrupted(process := command("--port", port)) as lines:
         said = "".join(lines)
         assert {result["text"] for result in rank(port, "where is card 7 ?")} == {*CARDS}
+        # Torch and the encoder, 1 GB, are not kept beside the service.
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     assert "\nthe right answer first, among all answers, for " in said
     assert process.returncode == 0
     assert lines[0].startswith(
@@ -133,8 +135,9 @@ def test_a_changed_table_needs_a_model_and_the_folder_is_of_one_table(tmp_path, 
     refused = run_job_here("faq", second, "--work", work).refusal
     assert f"--work {work}: holds what was made of {first}; allowed: a folder of its" in refused
     first.write_text("question,answer\nhow ?,so\nwhere ?,here\n")
-    refused = run_job_here("faq", first, "--work", work).refusal
+    refused = (said := run_job_here("faq", first, "--work", work)).refusal
     assert f"{first} has changed since {work}/corpus was made, and there is no model yet" in refused
+    assert "rows have" not in said.stdout  # whether training pays
     assert refused.endswith(f"to train anew: --work {work}-2")
 
 
@@ -335,3 +338,5 @@ def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
     assert done.code == 0, done.stderr
     assert f"--input '{table}' --pairs.context-column 'the question'" in done.stdout
     assert "--embed.text-column '$answer'" in done.stdout
+    numbers = re.findall(r"^== (\d/\d) ", done.stdout, re.MULTILINE)
+    assert numbers == ["1/5", "2/5", "3/5", "4/5", "5/5"]

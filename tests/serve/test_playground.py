@@ -96,6 +96,7 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
     publish_pool(out, [(pa.table(columns), turned)])
     make_current(str(pools), "faq", "v-1")
     asked = asking(model, str(pools / "faq"))
+    asked.engine.encode_known_contexts()
     asked.engine.known_contexts["faq"]._thread.join()
     return asked
 
@@ -115,6 +116,17 @@ def test_each_result_names_its_known_question_that_is_nearest(faq):
     question_D, *known = torch.nn.functional.normalize(vectors[:, 0])
     nearest = int(np.argmax([float(question_D @ vector_D) for vector_D in known]))
     assert known_in(client, "a new one")["a1"] == ANSWERS["a1"][1][nearest]
+
+
+def test_questions_are_encoded_from_the_start_on_and_not_beside_the_rehearsal(faq):
+    (pool,) = (served.pool for served in faq.engine.local_pools)
+    contexts = known_contexts.KnownContexts.of(pool, faq.engine.ranker)
+    vectors, _ = inference.context_vectors(faq.engine.ranker, [["where is my bill ?"]])
+    question_D, places = vectors[0, 0], range(len(pool))
+    assert contexts.nearest(question_D, places) == [None] * len(pool)
+    contexts.start()
+    contexts._thread.join()
+    assert ["where is my bill ?"] in contexts.nearest(question_D, places)
 
 
 def test_a_pool_without_known_questions_names_none(client):
