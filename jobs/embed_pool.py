@@ -17,7 +17,7 @@ from pipeline.corpora.formats import pairs
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
-from pipeline.engine.draft import Draft, draft, request_of
+from pipeline.engine.draft import Draft, discard, draft, request_of
 from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
@@ -96,9 +96,10 @@ def run(config: Config) -> program.Summary:
     job = _Job(made_from, version, storage.join(config.pools, config.name, version))
     is_current = _current_name(config) == version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
-        # A job that was killed after it made this version may have left old ones, and its lock.
-        with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
-            _remove_old(config, unfinished=False)  # those may be of another input, and go on
+        if not config.dry_run:
+            # A job that was killed after it made this version may have left old ones, and its lock.
+            with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
+                _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, open_artifact(job.uri, KIND), True)
     columns, context_column = config.embed.columns, config.embed.context_column
     candidates.require_columns(
@@ -164,6 +165,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     """
     from pipeline import tracking
 
+    versions.finish_removals(config.pools, config.name)
     out = draft(job.uri, KIND, config, job.made_from.references)
     current = _current_name(config)  # before it is compared with: it may move at any time
     if isinstance(out, Artifact):
@@ -178,7 +180,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     with cluster.session(for_tasks=True):
         plan_record, previous = _plan(config, job, out)
         if previous and _is_same(config, job, plan_record, previous):
-            storage.delete(out.staging)
+            discard(out.staging)
             if previous.name != current:  # CURRENT is lost
                 _publish(config, previous.name, current)
             return previous.artifact, True

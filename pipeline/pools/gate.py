@@ -144,7 +144,7 @@ def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before
     """Why a version may not replace the one before, and which options would allow it; "": it may."""
     limits = (
         ("max_removed_share", shares.removed, "are gone"),
-        ("max_changed_share", shares.changed, "have another text"),
+        ("max_changed_share", shares.changed, "have another text or filter column"),
     )
     faults = [
         (name, f"{round(share * rows_before):,} of the {rows_before:,} ids of {version_before} {state} "

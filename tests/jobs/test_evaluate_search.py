@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -13,9 +14,10 @@ from pipeline.evaluation import retrieval
 DOCUMENTS = {f"d{number}": text for number, text in enumerate((
     "hello there", "i paint in the garden", "the garden is green", "a nurse at the hospital", "rain again",
     "my boat lies in the harbour", "tea or coffee ?", "i drink tea", "the hospital is large", "no",
+    "a nurse at the hospital",  # a pool keeps it once
 ))}  # fmt: skip
 QUERIES = {"q1": "who works at a hospital ?", "q2": "what do you drink ?", "d2": DOCUMENTS["d2"]}
-GRADES = {"q1": {"d3": 2, "d8": 1}, "q2": {"d6": 1, "d7": 2}, "d2": {"d1": 1}}
+GRADES = {"q1": {"d3": 2, "d8": 1, "d10": 2}, "q2": {"d6": 1, "d7": 2}, "d2": {"d1": 1}}
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_models_and_second_stages_have_their_numbers(run_job_here, data, tiny_ra
     rankers = {name: Ranker.load(model.uri, "fp32") for name, model in models.items()}
 
     def found(query: str, name: str, way: str) -> list[str]:
-        first = {r.id: r.score for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=10)}
+        first = {r.id: r.score for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=11)}
         ids = list(first)
         if way:
             texts = {key: DOCUMENTS[key] for key in ids[:4]}
@@ -66,7 +68,7 @@ def test_models_and_second_stages_have_their_numbers(run_job_here, data, tiny_ra
                 assert low <= values.mean() <= high
     assert table["bm25"]["metrics"]["R@1"] >= 1 / 3
     assert json.loads((tmp_path / "t.json").read_text())["queries"] == 3
-    assert "| bi + cross |" in done.stdout and "3 queries of test, 10 documents" in done.stdout
+    assert "| bi + cross |" in done.stdout and "3 queries of test, 11 documents" in done.stdout
     (run,) = mlflow.search_runs(
         search_all_experiments=True, output_format="list",
         filter_string=f"tags.job = 'evaluate_search' and tags.`input.model.uri` = '{models['bi'].uri}'",
@@ -85,6 +87,9 @@ def test_a_second_run_embeds_nothing_again(run_job_here, data, tiny_ranker, tmp_
     second = run_job_here("evaluate_search", *options, "--max-queries", 2).summary
     assert sorted(path.name for path in (tmp_path / "work").glob("by-*/v-*")) == versions
     assert (second["queries"], list(second["table"])) == (2, list(first))
+    corpus = Path(data, "corpus.jsonl")
+    corpus.write_text(corpus.read_text().replace('"text": "', '"text": "other '))
+    assert run_job_here("evaluate_search", *options).summary["documents"] == 11  # the same ids
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -136,6 +136,8 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_no_trace(night, first_nigh
     assert finished.summary["version"] != first["version"] == current(pools)
     assert sorted(str(path) for path in pools.rglob("*") if path.is_file()) == before
     assert night(changed(FIRST)).summary["version"] == finished.summary["version"]
+    done = night(changed(FIRST), "--dry-run", "--keep", 1).summary
+    assert done["already_done"] is True and first["version"] in versions(pools)
 
 
 def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
