@@ -137,7 +137,7 @@ def top_rows(
     if method not in _METHODS and method not in PREFILTERS:
         require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *PREFILTERS])))
     require(attention in _ATTENTIONS, "attention", attention, "dot, scaled_dot")
-    if among is not None and (among.shape, among.dtype) != ((len(pool),), bool):
+    if among is not None and (among.shape != (len(pool),) or among.dtype.kind != "b"):
         raise BadInput(f"among: shape {among.shape} of {among.dtype} is not allowed; allowed: {(len(pool),)} "
                        "of bool, as filters.select makes it")  # fmt: skip
     allowed_count = len(pool) if among is None else int(among.sum())

@@ -13,7 +13,6 @@ import pytest
 
 from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
 from pipeline.engine import draft as drafts
 from pipeline.engine.draft import Draft, draft
 from pipeline.models.precision import NUMERICS
@@ -160,17 +159,6 @@ def test_vectors_are_the_same_for_the_same_model_whatever_rows_and_shards(
     wanted = Settings(EmbedConfig(**settings))
     assert versions.has_vectors_of(pool, now, wanted, "bf16") is same
     assert not versions.has_vectors_of(pool, now, wanted, "fp32")
-
-
-@pytest.mark.usefixtures("four")
-def test_a_current_version_of_a_later_polyrank_is_not_taken_for_lost(pools):
-    """A night of an older one would replace it."""
-    manifest = Path(pools, "p", "v-1", "manifest.json")
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(BadInput, match=r"^.*/v-1: format_version is 2; this polyrank reads 1$"):
-        versions.open_before(pools, "p")
-    make_current(pools, "p", "v-2")
-    assert versions.open_before(pools, "p").name == "v-2"
 
 
 def test_a_pool_without_versions_has_none_before(tmp_path, capsys):
