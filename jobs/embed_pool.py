@@ -17,7 +17,7 @@ from pipeline.corpora.formats import pairs
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
-from pipeline.engine.draft import Draft, draft, request_of
+from pipeline.engine.draft import Draft, discard, draft, request_of
 from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
@@ -96,10 +96,12 @@ def run(config: Config) -> program.Summary:
     job = _Job(made_from, version, storage.join(config.pools, config.name, version))
     is_current = _current_name(config) == version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
-        # A job that was killed after it made this version may have left old ones, and its lock.
-        with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
-            _remove_old(config, unfinished=False)  # those may be of another input, and go on
-        return _summary(config, open_artifact(job.uri, KIND), True)
+        pool = open_artifact(job.uri, KIND)
+        if not config.dry_run:
+            # A job that was killed after it made this version may have left old ones, and its lock.
+            with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
+                _remove_old(config, unfinished=False)  # those may be of another input, and go on
+        return _summary(config, pool, True)
     columns, context_column = config.embed.columns, config.embed.context_column
     candidates.require_columns(
         made_from.files, columns, config.reading, config.embed, context_column
@@ -164,21 +166,23 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     """
     from pipeline import tracking
 
-    out = draft(job.uri, KIND, config, job.made_from.references)
     current = _current_name(config)  # before it is compared with: it may move at any time
+    previous = versions.open_before(config.pools, config.name)
+    versions.finish_removals(config.pools, config.name)
+    out = draft(job.uri, KIND, config, job.made_from.references)
     if isinstance(out, Artifact):
-        if before := versions.open_before(config.pools, config.name):
-            changes = _compare(config, job, Version(out), before)
-            _, refusal = _judge_changes(config, changes, out.rows("rows/"), before)
+        if previous:
+            changes = _compare(config, job, Version(out), previous)
+            _, refusal = _judge_changes(config, changes, out.rows("rows/"), previous)
             if refusal:
                 raise Stopped(refusal)
         _publish(config, job.version, current)
         return out, True
     tracking.connect()  # refuses a server that is away before the work
     with cluster.session(for_tasks=True):
-        plan_record, previous = _plan(config, job, out)
+        plan_record = _plan(config, job, out, previous)
         if previous and _is_same(config, job, plan_record, previous):
-            storage.delete(out.staging)
+            discard(out.staging)
             if previous.name != current:  # CURRENT is lost
                 _publish(config, previous.name, current)
             return previous.artifact, True
@@ -237,11 +241,10 @@ def _judge_changes(
     return shares, gate.refusal(config.gate, shares, name, rows_before)
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | None]:
-    """(what `embed.prepare` returns, the version before), and prints the plan."""
+def _plan(config: Config, job: _Job, out: Draft, previous: Version | None) -> PlanRecord:
+    """Plans the version and prints the plan. `previous`: the version before."""
     from pipeline.engine.resources import precision_of_tasks
 
-    previous = versions.open_before(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
     if previous and previous.precision != precision:
         before = f"the version before in {previous.precision}"
@@ -276,7 +279,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[PlanRecord, Version | 
         _say(config, f"filter columns before: {columns_before}; so texts alone are compared")
     changes = ", ".join(f"{count:,} {kind}" for kind, count in asdict(plan.changes).items())
     _say(config, f"{changes}; to embed {rows:,} of {plan.rows:,} ({estimate})")
-    return plan_record, previous
+    return plan_record
 
 
 def _rate(previous: Version | None) -> float:
@@ -386,8 +389,9 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     """Makes the plan alone, and removes its files."""
     from pipeline.engine.resources import cpus_each
 
+    previous = versions.open_before(config.pools, config.name)
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
-        plan_record, previous = _plan(config, job, out)
+        plan_record = _plan(config, job, out, previous)
         cores = 0
         if not config.resources.gpu:
             actors = config.resources.count(len(plan_record.plan.shards))

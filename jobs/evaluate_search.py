@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, require, to_dict
 from pipeline.engine import executors
 from pipeline.engine.actors import HERE, Actors
+from pipeline.engine.resources import best_device
 from pipeline.evaluation import retrieval
 from pipeline.evaluation.retrieval import DEPTH, METRICS, Collection
 from pipeline.evaluation.significance import mean_interval
@@ -92,28 +92,22 @@ class Row:
 
 def run(config: Config) -> program.Summary:
     """A row for each model, each pair with a second stage, and BM25; an MLflow run for each model."""
-    models, stages = (
-        models_by_name([open_artifact(model_uri(uri), "ranker") for uri in uris])
-        for uris in (config.model, config.second_stage)
-    )
+    models, stages = (_rankers(uris, config) for uris in (config.model, config.second_stage))
     for _, ranker in models.values():
         ranker.config.require_vectors()
     for _, ranker in stages.values():
         ranker.config.require_pairs()
     collection = retrieval.read_beir(config.data, config.split).first(config.max_queries)
 
-    from pipeline import Ranker, tracking
+    from pipeline import tracking
 
     tracking.connect()  # refuses a server that is away before the work
-    second_stages = {
-        name: Ranker.load(model.uri, config.precision) for name, (model, _) in stages.items()
-    }
     rows = [_measure("bm25", _bm25(collection), collection)] if config.baseline else []
     documents = _write_documents(collection, config)
-    for name, (model, _) in models.items():
-        search = _pool_search(model, documents, collection, config)
+    for name, (model, ranker) in models.items():
+        search = _pool_search(ranker, documents, collection, config)
         own_rows = [_measure(name, search, collection)]
-        for stage_name, stage in second_stages.items():
+        for stage_name, (_, stage) in stages.items():
             for together in (False, True) if config.together else (False,):
                 count = config.second_stage_documents
                 reranked = _reranked(search, stage, collection, count, together)
@@ -142,6 +136,19 @@ def run(config: Config) -> program.Summary:
     if config.json:
         storage.write_bytes(config.json, json.dumps(summary, indent=1).encode())
     return summary
+
+
+def _rankers(uris: Sequence[str], config: Config) -> dict[str, tuple[Artifact, Ranker]]:
+    """Models by the names of their rows."""
+    from pipeline.models import inference
+    from pipeline.ranking.ranker import Ranker
+
+    loaded = models_by_name([open_artifact(model_uri(uri), "ranker") for uri in uris])
+    rankers = dict[str, tuple[Artifact, Ranker]]()
+    for name, (model, module) in loaded.items():
+        inference.prepare(module, best_device(), config.precision)
+        rankers[name] = model, Ranker(module, model.uri, model)
+    return rankers
 
 
 def _measure(name: str, search: Search, collection: Collection) -> Row:
@@ -176,33 +183,30 @@ def _write_documents(collection: Collection, config: Config) -> str:
     return file
 
 
-def _pool_search(model: Artifact, documents: str, collection: Collection, config: Config) -> Search:
-    """Embeds the documents into a pool, or finds it, and searches it. The pool holds documents with the same
-    text once, so each of them gets the score of the one that is there."""
-    from pipeline import Pool, Ranker
+def _pool_search(ranker: Ranker, documents: str, collection: Collection, config: Config) -> Search:
+    """Embeds the documents into a pool, or finds it, and searches it."""
+    from pipeline import Pool
 
     embed = embed_pool.Config(
-        model=model.uri,
+        model=ranker.uri,
         candidates=(documents,),
         pools=config.work,
-        name=f"by-{model.fingerprint[:12]}",
+        name=f"by-{ranker.fingerprint[:12]}",
         embed=EmbedConfig(precision=config.precision),
-        gate=GateConfig(max_removed_share=1.0),
+        # The collection may be another one than the last time, with the same ids.
+        gate=GateConfig(max_removed_share=1.0, max_changed_share=1.0),
         resources=config.resources,
     )
     with executors.in_this_process() if config.resources == HERE else nullcontext():
         pool = Pool.open(embed_pool.run(embed)["output"])
-    ranker = Ranker.load(model.uri, config.precision)
-    ids_of_text = defaultdict[str, list[str]](list)
+    # A pool keeps each text once, with its first id.
+    ids_of_text = dict[str, list[str]]()
     for document, text in collection.documents.items():
-        ids_of_text[text].append(document)
+        ids_of_text.setdefault(text, []).append(document)
 
     def search(query: str) -> dict[str, float]:
-        return {
-            document: result.score
-            for result in pool.search(ranker, query, top_k=DEPTH + 1)
-            for document in ids_of_text[collection.documents[result.id]]
-        }
+        results = ranker.search(pool, query, top_k=DEPTH + 1)
+        return {name: found.score for found in results for name in ids_of_text[found.text]}
 
     return search
 

@@ -107,11 +107,16 @@ def _lines(pool: Pool, survey: pool_survey.Survey) -> Iterator[str]:
     yield f"== Equal vectors: {survey.equal:,} of {survey.sampled:,} rows have another's"
     if survey.most_equal:
         row, count = survey.most_equal
-        yield f"   {count:,} times that of {row.id}: {row.text[:_SHOWN_CHARACTERS]}"
+        yield f"   {count:,} times that of {row.id}: {_shown(row.text)}"
     yield f"== Nearest pairs of {survey.compared:,} rows, by cosine"
     for cosine, *pair in survey.pairs:
         for row in pair:
-            yield f"   {cosine:.4f}  {row.id:<24}  {row.text[:_SHOWN_CHARACTERS]}"
+            yield f"   {cosine:.4f}  {row.id:<24}  {_shown(row.text)}"
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
 
 if __name__ == "__main__":

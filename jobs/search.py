@@ -176,7 +176,7 @@ def _line(result: dict[str, Any]) -> str:
     vectors = " ".join(f"{name}:{share:.2f}" for name, share in shares) if len(shares) > 1 else ""
     numbers = "".join(f"{score:9.3f}" for score in scores)
     columns = "".join(f"  {name}={value}" for name, value in result["columns"].items())
-    text = result["text"][:_SHOWN_CHARACTERS]
+    text = " ".join(result["text"].split())[:_SHOWN_CHARACTERS]
     return f"{numbers}  {result['id']:<24}  {vectors and f'{vectors:<24}  '}{text}{columns}"
 
 

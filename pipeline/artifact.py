@@ -35,6 +35,10 @@ _MADE_BY = {
 }
 
 
+class NewerFormat(BadInput):
+    """A later version of polyrank has made the artifact, which nothing of this version may replace."""
+
+
 class FileEntry(TypedDict):
     """A file of an artifact, as the manifest lists it."""
 
@@ -165,9 +169,9 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     if kind not in kinds:
         raise BadInput(f"{uri}: kind is {kind!r}; needed here: {allowed_kinds}")
     if version != FORMAT_VERSION:
-        raise BadInput(
-            f"{uri}: format_version is {version!r}; this polyrank reads {FORMAT_VERSION}"
-        )
+        fault = f"{uri}: format_version is {version!r}; this polyrank reads {FORMAT_VERSION}"
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise NewerFormat(fault) if is_newer else BadInput(fault)
     return Artifact(uri, manifest)
 
 

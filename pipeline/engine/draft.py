@@ -247,6 +247,13 @@ def read_run(staging: str) -> str:
     return str(_read_object(storage.join(staging, RUN)).get("run_id", ""))
 
 
+def discard(staging: str) -> None:
+    """Removes a draft, the marks of its tasks first: after a kill no job takes files that are gone for
+    finished ones."""
+    storage.delete(storage.join(staging, _TASKS))
+    storage.delete(staging)
+
+
 def _read_object(uri: str) -> dict[str, Any]:
     """A JSON file of a draft; empty where it is missing, as after another job has published the draft."""
     try:

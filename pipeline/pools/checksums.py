@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,8 +44,9 @@ def contents(
             if sha256 != entry["sha256"]:
                 path = folder / entry["path"]
                 raise BadInput(f"{path}: damaged (its checksum is not the manifest's)")
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.touch()
+    with suppress(OSError):  # of a full or read-only disk; the next process computes them again
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
 
 
 def _note(artifact: Artifact, folder: Path, entries: Sequence[FileEntry]) -> Path:

@@ -90,6 +90,8 @@ class EmbedConfig(tables.TableFormat):
             reserved = (*ROWS.names, KNOWN_CONTEXTS)
             require(column not in ("", *reserved), "embed.filter_columns", column,
                     f"names of columns, but {', '.join(reserved)}")  # fmt: skip
+        require(len(set(self.filter_columns)) == len(self.filter_columns), "embed.filter_columns",
+                self.filter_columns, "each column once")  # fmt: skip
         require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
         for name in ("rows_per_shard", "max_text_bytes"):
             require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
@@ -156,8 +158,8 @@ def prepare(
     plan = make(draft, rows, config.rows_per_shard, query)
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
-                       "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
-                       "keeps the first row of each id")  # fmt: skip
+                       "with different texts or filter columns; allowed: ids that differ, or "
+                       "--embed.repeated-ids first, which keeps the first row of each id")  # fmt: skip
     if earlier and plan.shards != earlier.plan.shards:  # another polyrank cuts other shards
         draft.forget_tasks()
     if contexts is None:

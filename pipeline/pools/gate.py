@@ -102,7 +102,7 @@ class GateConfig:
     """Share of the ids of the version before that may be gone; 1: all of them. It stops an incomplete
     export before anything is embedded."""
     max_changed_share: float = 0.5
-    """Share of those ids that may have another text. 1: all of them."""
+    """Share of those ids that may have another text or filter column. 1: all of them."""
 
     def __post_init__(self) -> None:
         for name in ("sample", "canary_texts"):
@@ -144,7 +144,7 @@ def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before
     """Why a version may not replace the one before, and which options would allow it; "": it may."""
     limits = (
         ("max_removed_share", shares.removed, "are gone"),
-        ("max_changed_share", shares.changed, "have another text"),
+        ("max_changed_share", shares.changed, "have another text or filter column"),
     )
     faults = [
         (name, f"{round(share * rows_before):,} of the {rows_before:,} ids of {version_before} {state} "

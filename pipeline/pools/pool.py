@@ -223,8 +223,12 @@ class Pool:
     def neighbours(self) -> Any:
         """FAISS' index of all rows, by place; its parts, in this process' memory, are searched at once.
 
-        Raises BadInput where the pool has none.
+        Raises BadInput where the pool has none, where its files have been removed meanwhile, and for a part
+        of a pool, whose rows have other places.
         """
+        if len(self) != self.artifact.rows("rows/"):
+            raise BadInput(f"{self.artifact.uri}: a part of a pool has no index of neighbours; search it by "
+                           "another method")  # fmt: skip
         files = self.artifact.files("neighbours/")
         if not files:
             raise BadInput(f"{self.artifact.uri}: has no index of neighbours; embed the pool again with "
@@ -236,7 +240,10 @@ class Pool:
         index_class: Any = faiss.IndexShards  # its types know another constructor
         index = index_class(self.dimensions, True, True)
         for file in files:
-            index.add_shard(faiss.read_index(str(folder / storage.name_of(file))))
+            path = folder / storage.name_of(file)
+            if not path.exists():
+                raise BadInput(f"{path}: has been removed since the pool was opened; open it again")
+            index.add_shard(faiss.read_index(str(path)))
         return index
 
     @property

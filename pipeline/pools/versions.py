@@ -10,9 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
+from pipeline.artifact import MANIFEST, Artifact, NewerFormat, open_artifact, read_artifact
 from pipeline.config import BadInput, defaults_of, to_dict
-from pipeline.engine.draft import is_being_made, read_mark, read_request, read_run
+from pipeline.engine.draft import discard, is_being_made, read_mark, read_request, read_run
 from pipeline.models.precision import Resolved, numerics_of
 from pipeline.pools.changes import RowSet
 from pipeline.pools.lock import current_locked, is_leased
@@ -77,10 +77,14 @@ def open_before(pools: str, name: str) -> Version | None:
     None: there is none. Both are said.
 
     Its files are not fetched: whoever copies vectors opens them.
+
+    Raises NewerFormat for a CURRENT version of a later polyrank: it is whole, and its services read it.
     """
     if current := current_name(pools, name):
         try:
             return Version(open_artifact(storage.join(pools, name, current), KIND))
+        except NewerFormat:
+            raise
         except BadInput as error:
             print(f"pool {name}: its CURRENT version cannot be opened: {error}", flush=True)
     for version in newest_versions(pools, name):
@@ -244,9 +248,16 @@ def remove_old(
                 removed.append(storage.name_of(version.uri))
                 storage.delete(storage.join(version.uri, MANIFEST))  # no version any more
     for folder in removed:
-        storage.delete(storage.join(pools, name, folder))
+        discard(storage.join(pools, name, folder))
     larger = [(storage.name_of(version.uri), _candidates(version)) for version in kept_larger]
     return Removal(removed, larger, killed_runs)
+
+
+def finish_removals(pools: str, name: str) -> None:
+    """Removes what a killed `remove_old` has left, which would be in the way of a version of that name."""
+    for uri in _drafts(pools, name):
+        if not read_request(uri):
+            discard(uri)
 
 
 def _created_at(version: Artifact) -> float:

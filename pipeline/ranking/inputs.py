@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 from pipeline.config import BadInput, require
@@ -55,7 +56,7 @@ def candidates(values: Iterable[str] | Mapping[str, str]) -> tuple[list[str], li
 
 def require_top_k(top_k: int) -> None:
     """Raises BadInput unless `top_k` is a whole number from 1. It may exceed the number of candidates."""
-    is_number = isinstance(top_k, int) and not isinstance(top_k, bool)
+    is_number = isinstance(top_k, Integral) and not isinstance(top_k, bool)
     require(is_number and top_k >= 1, "top_k", top_k, "a whole number >= 1")
 
 

@@ -51,7 +51,8 @@ class Ranking(Sequence[Result]):
 
     def __str__(self) -> str:
         """A line for each result, with its score and its text."""
-        return "\n".join(f"{result.score:9.3f}  {result.text}" for result in self.results)
+        lines = (f"{result.score:9.3f}  {' '.join(result.text.split())}" for result in self.results)
+        return "\n".join(lines)
 
 
 def best_results(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -99,12 +100,13 @@ def search(
     Raises BadInput for shapes that do not fit the pool, for vectors that are not finite, for
     top_k < 1, and where an index is asked for that the pool has not.
     """
-    is_single = np.asarray(vectors).ndim == 2
+    queries = _floats(vectors)
+    is_single = queries.ndim == 2
     top = top_rows(
         pool,
-        np.asarray(vectors)[None] if is_single else np.asarray(vectors),
+        queries[None] if is_single else queries,
         top_k,
-        vector_mask[None] if is_single and vector_mask is not None else vector_mask,
+        np.asarray(vector_mask)[None] if is_single and vector_mask is not None else vector_mask,
         attention,
         method,
         among,
@@ -129,12 +131,15 @@ def top_rows(
 ) -> TopRows:
     """As `search`, for several contexts, and with places instead of ids."""
     contexts = _contexts(pool, vectors_QMD, mask_QM)
-    require(top_k >= 1, "top_k", top_k, ">= 1")
+    is_number = isinstance(top_k, Integral) and top_k >= 1
+    require(is_number, "top_k", top_k, "a whole number >= 1")
+    top_k = int(top_k)  # numpy's -k of an unsigned k is none
     if method not in _METHODS and method not in PREFILTERS:
         require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *PREFILTERS])))
     require(attention in _ATTENTIONS, "attention", attention, "dot, scaled_dot")
-    if among is not None and among.shape != (len(pool),):
-        raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
+    if among is not None and (among.shape != (len(pool),) or among.dtype.kind != "b"):
+        raise BadInput(f"among: shape {among.shape} of {among.dtype} is not allowed; allowed: {(len(pool),)} "
+                       "of bool, as filters.select makes it")  # fmt: skip
     allowed_count = len(pool) if among is None else int(among.sum())
     scale = _scale(pool, attention)
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
@@ -186,7 +191,7 @@ def _scale(pool: Pool, attention: Attention) -> float:
 
 def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Floats]:
     """The vectors that count, [M, D] float64 for each context."""
-    queries = np.ascontiguousarray(vectors_QMD, dtype=np.float32)
+    queries = _floats(vectors_QMD)
     if queries.ndim != 3 or queries.shape[2] != pool.dimensions:
         raise BadInput(f"vectors: shape {queries.shape} is not allowed; allowed: (m, d) or "
                        f"(queries, m, d) with d = {pool.dimensions}, the pool's dimensions")  # fmt: skip
@@ -201,6 +206,14 @@ def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Fl
     if mask is None:
         return list(contexts)
     return [vectors[m] for vectors, m in zip(contexts, mask, strict=True)]
+
+
+def _floats(vectors: Floats) -> Floats:
+    try:
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+    except (TypeError, ValueError):  # contexts with differing m, say
+        raise BadInput("vectors: no array of numbers; allowed: one shape for all contexts, and vector_mask "
+                       "for those with fewer vectors") from None  # fmt: skip
 
 
 class _TopK:

@@ -37,8 +37,8 @@ def select(
     by (`--embed.filter-columns`), and the values that a row may have there.
 
     A text instead of several stands for itself; 2015.0 finds 2015, and True finds true. 9.50 finds 9.5 in a
-    column of numbers, which has no value such as 9.50 itself. Raises BadInput for a column that the pool does
-    not keep, and for an id or a value that is no text.
+    column of numbers, which has no value such as 9.50 itself. "" finds rows without a value. Raises BadInput
+    for a column that the pool does not keep, and for an id or a value that is no text.
     """
     names = pool.filter_columns
     allowed_names = f"columns that the pool keeps to filter by ({', '.join(names) or 'none'})"
@@ -73,6 +73,8 @@ def _with_filter_texts(values: pa.Array, pool: Pool, column: str) -> pa.Array:
     """The values, and what they are in a pool."""
     given = values.to_pylist()
     texts = [*given, *map(tables.filter_text, given)]
+    if "" in given:
+        texts.append(None)  # an empty cell of Parquet and JSON; CSV's is ""
     decimals = [text for text in texts if text and _ZERO_AT_END.fullmatch(text)]
     if decimals and not any(
         pc.any(pc.match_substring_regex(rows[column], _ZERO_AT_END.pattern)).as_py()

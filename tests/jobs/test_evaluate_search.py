@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -53,7 +54,7 @@ def test_models_and_second_stages_have_their_numbers(run_job_here, data, tiny_ra
     rankers = {name: Ranker.load(model.uri, "fp32") for name, model in models.items()}
 
     def found(query: str, name: str, way: str) -> list[str]:
-        first = {r.id: r.score for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=10)}
+        first = {r.id: r.score for r in rankers[name].rank(QUERIES[query], DOCUMENTS, top_k=11)}
         ids = list(first)
         if way:
             texts = {key: DOCUMENTS[key] for key in ids[:4]}
@@ -91,6 +92,9 @@ def test_a_second_run_embeds_nothing_again(run_job_here, data, tiny_ranker, tmp_
     second = run_job_here("evaluate_search", *options, "--max-queries", 2).summary
     assert sorted(path.name for path in (tmp_path / "work").glob("by-*/v-*")) == versions
     assert (second["queries"], list(second["table"])) == (2, list(first))
+    corpus = Path(data, "corpus.jsonl")
+    corpus.write_text(corpus.read_text().replace('"text": "', '"text": "other '))
+    assert run_job_here("evaluate_search", *options).summary["documents"] == 11  # the same ids
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -312,3 +312,27 @@ def test_the_plan_of_a_killed_dry_run_goes_with_the_next_night(night, pools):
     (plan_of_killed / "file.arrow").write_bytes(b"texts")
     night(FIRST)
     assert not list(pools.glob("_plans/*"))
+
+
+def test_rows_whose_version_is_half_removed_make_it_again(night, first_night, pools):
+    first = first_night()["version"]
+    night(changed(FIRST))
+    (pools / "p" / first / "manifest.json").unlink()  # a removal begins so
+    assert night(FIRST).summary["version"] == first == current(pools)
+
+
+def test_a_plan_whose_removal_was_killed_is_made_again(night, first_night, monkeypatch):
+    first, delete = first_night(), storage.delete
+    turned = dict(reversed(FIRST.items()))
+
+    def killed(uri):
+        if not uri.endswith(".partial"):
+            return delete(uri)
+        for path in ("_candidates", "_tasks/plan.json"):
+            delete(f"{uri}/{path}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "delete", killed)
+        interrupted(night(turned))
+    assert night(turned).summary["version"] == first["version"]

@@ -136,6 +136,8 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_no_trace(night, first_nigh
     assert finished.summary["version"] != first["version"] == current(pools)
     assert sorted(str(path) for path in pools.rglob("*") if path.is_file()) == before
     assert night(changed(FIRST)).summary["version"] == finished.summary["version"]
+    done = night(changed(FIRST), "--dry-run", "--keep", 1).summary
+    assert done["already_done"] is True and first["version"] in versions(pools)
 
 
 def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
@@ -335,6 +337,18 @@ def test_a_model_that_is_replaced_during_a_night_makes_no_version(
 
 
 # Versions
+
+
+def test_a_pool_whose_current_version_a_later_polyrank_has_made_is_left_alone(
+    night, first_night, pools
+):
+    manifest = Path(first_night()["output"], "manifest.json")
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    before = sorted(path for path in pools.rglob("*") if path.is_file())
+    for options in ((), ("--dry-run",)):
+        refusal = night(changed(FIRST), *options).refusal
+        assert f"{manifest.parent}: format_version is 2; this polyrank reads 1" in refusal
+    assert sorted(path for path in pools.rglob("*") if path.is_file()) == before
 
 
 def test_an_unreadable_manifest_stops_neither_clean_up_nor_rollback(night, first_night, pools):

@@ -16,7 +16,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
 
-TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?", "B" * 150]
+TEXTS = ["Hello there!", "a cat", "trains\nand boats", "the sea in winter", "Why?", "B" * 150]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,8 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pools, tin
     both = f"computed in {precision}, the context in {precision}"
     assert certificate.startswith(f"certified: yes; 6 candidates, {both}; milliseconds: encode ")
     assert [line.split()[1] for line in table] == [f"t{n}" for n in order]
-    assert all(TEXTS[n][:80] in line for n, line in zip(order, table, strict=True))
+    shown = [" ".join(TEXTS[n].split())[:80] for n in order]
+    assert all(text in line for text, line in zip(shown, table, strict=True))
 
 
 def test_shares_of_a_context_s_only_vector_are_not_shown(search):
@@ -83,7 +84,7 @@ def test_shares_of_a_context_s_only_vector_are_not_shown(search):
     (result,) = done.summary["results"]
     assert result["vectors"] == {"0": 1.0}
     shown = done.stdout.splitlines()[0].split(maxsplit=2)[1:]
-    assert shown[0] == result["id"] and shown[1].startswith(result["text"][:80])
+    assert shown[0] == result["id"] and shown[1].startswith(" ".join(result["text"].split())[:80])
 
 
 def test_the_context_s_precision_is_chosen_and_said(search):

@@ -191,8 +191,9 @@ def test_an_id_of_several_texts_is_refused(make, tmp_path):
     rows = [*RECORDS, {"id": 3, "text": "text 3"}, {"id": "3", "text": "other"}]
     with pytest.raises(BadInput) as refused:
         make(json_lines(tmp_path / "a.jsonl", rows))
-    assert "embed.id_column id: '3' is the id of several rows with different texts" in str(
-        refused.value
+    assert (
+        "embed.id_column id: '3' is the id of several rows with different texts or filter columns"
+        in str(refused.value)
     )
     assert "--embed.repeated-ids first" in str(refused.value)
     # The same row again is no fault, and a text that is dropped does not take its id.

@@ -16,7 +16,7 @@ from pipeline.engine.draft import Draft, draft
 from pipeline.pools import build
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
-from pipeline.pools.shard import ROWS
+from pipeline.pools.shard import ROWS, PoolPart
 from pipeline.search import approximate, search, top_rows
 from pipeline.search.exact import FORMS
 from pipeline.storage import node_cache
@@ -141,6 +141,19 @@ def test_a_pool_without_an_index_is_refused(publish, texts):
     pool = publish(texts[0][:50], 10, neighbours=False)
     with pytest.raises(
         BadInput, match=r"v50: has no index of neighbours; embed .* --embed.neighbours"
+    ):
+        search(pool, texts[1][0], 3, method="approximate")
+
+
+def test_a_part_of_a_pool_and_an_index_that_is_gone_are_refused(small_pool, texts, tmp_path):
+    part = Pool.open(small_pool.artifact.uri, part=PoolPart(1, 2))
+    with pytest.raises(BadInput, match="v50: a part of a pool has no index of neighbours"):
+        search(part, texts[1][0], 3, method="approximate")
+    shutil.copytree(small_pool.artifact.uri, tmp_path / "v")
+    pool = Pool.open(tmp_path / "v")
+    shutil.rmtree(tmp_path / "v")  # as a night removes an old version
+    with pytest.raises(
+        BadInput, match=r"part-00000\.faiss: has been removed since the pool was opened"
     ):
         search(pool, texts[1][0], 3, method="approximate")
 

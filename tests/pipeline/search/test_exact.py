@@ -297,7 +297,7 @@ POOL = pool_of(np.eye(4))
 @pytest.mark.parametrize(
     ("vectors", "top_k", "options", "message"),
     [
-        (np.ones((2, 4)), 0, {}, "top_k: 0 is not allowed; allowed: >= 1"),
+        (np.ones((2, 4)), 0, {}, "top_k: 0 is not allowed; allowed: a whole"),
         (np.ones((2, 5)), 1, {}, r"\(1, 2, 5\) is not allowed; .* d = 4"),
         (np.ones(4), 1, {}, r"\(4,\) is not allowed"),
         (np.ones((1, 1, 2, 4)), 1, {}, r"\(1, 1, 2, 4\) is not allowed"),
@@ -310,6 +310,9 @@ POOL = pool_of(np.eye(4))
         (np.ones((2, 4)), 1, {"method": "fast"}, "method: 'fast' is not allowed; allowed: auto, "),
         (np.ones((2, 4)), 1, {"attention": "sum"}, "attention: 'sum' is not allowed"),
         (np.ones((2, 4)), 1, {"among": np.ones(3, bool)}, r"among: shape \(3,\) .* \(4,\)"),
+        (np.ones((2, 4)), 1, {"among": np.array([1, 0, 1, 0])}, "among: .* int64 is not allowed"),
+        ([np.ones((2, 4)), np.ones((3, 4))], 1, {}, "vectors: no array of numbers; .* vector_mask"),
+        (np.ones((2, 4)), 2.0, {}, "top_k: 2.0 is not allowed; allowed: a whole number >= 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(vectors, top_k, options, message):

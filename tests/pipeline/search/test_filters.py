@@ -38,6 +38,7 @@ def pool(tmp_path_factory, publish_pool) -> Pool:
         ({"where": {"kind": ["hat"]}}, [2, 4]),
         ({"where": {"kind": ["hat", "coat"], "size": ["1"]}}, [2, 4]),
         ({"where": {"kind": ["boat"]}}, []),
+        ({"where": {"kind": ""}}, [3]),
         ({"where": {"size": ["1.0"]}}, [0, 2, 4]),  # as pandas writes it
         ({"allow": ["id2", "id5"], "deny": ["id2"], "where": {"size": ["2"]}}, [5]),
     ],
@@ -96,6 +97,11 @@ def test_a_column_that_is_not_kept_is_refused(pool):
 def test_names_that_a_pool_has_already_are_refused(name):
     with pytest.raises(BadInput, match=r"embed.filter_columns: .* names of columns, but id, text"):
         EmbedConfig(filter_columns=(name,))
+
+
+def test_a_column_that_is_kept_twice_is_refused():
+    with pytest.raises(BadInput, match=r"embed.filter_columns: .* allowed: each column once"):
+        EmbedConfig(filter_columns=("kind", "size", "kind"))
 
 
 def test_a_text_stands_for_itself_and_is_not_taken_apart(pool):
