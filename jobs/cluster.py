@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +25,10 @@ _STARTS_TOO_SLOWLY = "timed out during startup"
 
 @contextmanager
 def session(
-    cpus: int | None = None, dashboard: bool = False, for_tasks: bool = False
+    cpus: int | None = None,
+    dashboard: bool = False,
+    for_tasks: bool = False,
+    outlives_sigterm: bool = False,
 ) -> Iterator[str]:
     """A connection to Ray: the one there is, the cluster at RAY_ADDRESS, or one of our own.
 
@@ -33,6 +38,8 @@ def session(
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `for_tasks`: only tasks, actors and trainings will use it, so that nothing is started while those run
     in this process (`pipeline.engine.executors`).
+    `outlives_sigterm`: the processes of a cluster of our own get no SIGTERM, so that a training can save its
+    step. The cluster then ends in 5 s instead of 1: Ray sends SIGTERM to each, and SIGKILL a second later.
 
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """
@@ -49,7 +56,7 @@ def session(
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         options |= {"num_cpus": cpus or os.cpu_count(), "include_dashboard": dashboard}
-    with _without_line_of_log_level():
+    with _without_line_of_log_level(), _sigterm_is_the_jobs(outlives_sigterm):
         context = _start_ray(address or "local", options)
     silence_ray()
     try:
@@ -78,6 +85,24 @@ def _start_ray(address: str, options: dict[str, Any]) -> Any:
         "Ray did not start within 30 s, twice: other work has the cores of this machine, or Ray's own "
         "processes fail (/tmp/ray/session_latest/logs says why); the same command tries again"
     )
+
+
+@contextmanager
+def _sigterm_is_the_jobs(alone: bool) -> Iterator[None]:
+    """Keeps this process's handler of SIGTERM: Ray's own one ends a job with exit code 15 and no word.
+
+    `alone`: processes that are started meanwhile, and all that these start, get no SIGTERM. systemd, Slurm,
+    `timeout` and `kill -- -PGID` send it to them, too. Ray blocks SIGINT in the same way, so that Ctrl-C is
+    the job's alone. If the job dies, the kernel ends them.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if alone else ())
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager

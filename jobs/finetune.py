@@ -129,7 +129,10 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     _print_truncation(task.ranker, corpus)
     if config.register_as:
         tracking.prepare_registration(config.register_as)
-    with tracking.start("finetune", out) as tracked, cluster.session(for_tasks=True):
+    with (
+        tracking.start("finetune", out) as tracked,
+        cluster.session(for_tasks=True, outlives_sigterm=True),
+    ):
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
             recipe, task.steps, config.resources, out, tracked, label, watch, earlier

@@ -104,7 +104,10 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)
-    with tracking.start("pretrain", out) as tracked, cluster.session(for_tasks=True):
+    with (
+        tracking.start("pretrain", out) as tracked,
+        cluster.session(for_tasks=True, outlives_sigterm=True),
+    ):
         trained = launch.fit(
             recipe, task.steps, config.resources, out, tracked, "pretrain", earlier=earlier
         )

@@ -17,8 +17,10 @@ import os
 import re
 import select
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -54,6 +56,7 @@ command_of_verb = "python -m jobs.{}"
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
     """Runs a job from the command line and exits."""
+    _exit_at_sigterm()
     _leave_folder_of_ray()
     program = command_of_verb.format(name)
     try:
@@ -63,15 +66,14 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             if option.metadata.get("file") and (uri := getattr(config, option.name)):
                 storage.require_file(option.name, uri)
         summary = run(config)
-    except SystemExit as end:
-        if end.code:  # 0: --help
-            reason = "terminated; the same command resumes" if end.code == SIGTERM else ""
-            _print_summary({"job": name, "exit_code": end.code, "error": reason})
-        raise
-    except (KeyboardInterrupt, Exception) as error:
+    except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             sys.exit(SIGPIPE)
         explained = _explain(error)
+        if isinstance(error, SystemExit) and not explained:  # of argparse; 0: --help
+            if error.code:
+                _print_summary({"job": name, "exit_code": error.code, "error": ""})
+            raise
         code, text = explained or (1, f"{type(error).__name__}: {error}")
         text = " ".join(text.split())
         if explained:
@@ -91,6 +93,8 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
     """(exit code, what the user should know) of a failure; None: nobody has foreseen it."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted; the same command resumes"
+    if isinstance(error, SystemExit):
+        return (SIGTERM, "terminated; the same command resumes") if error.code == SIGTERM else None
     if not isinstance(error, BadInput | Stopped):  # of a task, or a worker
         error = cause_of(error, BadInput) or cause_of(error, Stopped) or error
     if isinstance(error, BadInput):
@@ -193,6 +197,11 @@ def _reader_has_left() -> bool:
 def _discard(stream: TextIO) -> None:
     # Python flushes once more at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _exit_at_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(SIGTERM))
 
 
 def _leave_folder_of_ray() -> None:

@@ -64,7 +64,6 @@ def run(config: Config) -> program.Summary:
     say("starts Ray")
     with cluster.session():
         with suppress(KeyboardInterrupt):
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
             say("starts the proxy")
             serve.start(http_options={"host": config.host, "port": config.port})
             say("starts a replica, which loads the model and opens the pools")

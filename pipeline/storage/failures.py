@@ -44,7 +44,9 @@ _STORE_REFUSALS = {
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
 _OF_A_STORE = r"AWS Error|Generic \w+ error"  # of pyarrow and obstore
 
-_WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
+_WRAPPED = (
+    "cause", "controller_failure", "health_check_failure", "_base_exc", "__cause__", "__context__",
+)  # fmt: skip
 
 DELAYS_S = (1.0, 4.0, 16.0)
 """Before the second, third and fourth try: an object store that is overloaded, or a network that is away

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -252,19 +253,29 @@ def read_start(uri: str) -> Saved:
 
 
 def last_checkpoint(folder: str) -> str:
-    """The newest readable checkpoint of the earlier attempts of a run; "": there is none.
+    """The readable checkpoint with the most steps of the earlier attempts of a run; "": there is none.
 
-    Each attempt has a folder of its own in `folder`, and attempts and checkpoints are named by their time.
-    Attempts without that checkpoint are removed. A kill may have truncated the newest checkpoint, which a
-    line says.
+    Each attempt has a folder of its own in `folder`; attempts without that checkpoint are removed. A kill may
+    have truncated the last checkpoint, which a line says.
     """
     attempts = storage.list_folders(folder)
     checkpoints = [uri for attempt in attempts for uri in storage.list_folders(attempt)]
-    newest = next((uri for uri in reversed(checkpoints) if _is_readable(uri)), "")
+    # Not by name: names are times, and a clock may be put back.
+    checkpoints.sort(key=_steps_done)
+    last = next((uri for uri in reversed(checkpoints) if _is_readable(uri)), "")
     for attempt in attempts:
-        if not newest.startswith(f"{attempt}/"):
+        if not last.startswith(f"{attempt}/"):
             storage.delete(attempt)
-    return newest
+    return last
+
+
+def _steps_done(checkpoint: str) -> float:
+    """The steps of a checkpoint; infinite if they cannot be read, so that `_is_readable` says why."""
+    try:
+        structure = json.loads(storage.read_bytes(storage.join(checkpoint, _STRUCTURE)))
+        return float(dict(structure["items"])["step"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return math.inf
 
 
 def _is_readable(checkpoint: str) -> bool:

@@ -20,6 +20,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayActorError
 from ray.train import CheckpointUploadMode
 from ray.util.queue import Queue
 from torch import nn
@@ -159,7 +160,7 @@ def fit(
                 trained = fit_once(spec, show, terminated)
             except Exception as error:
                 if terminated.is_set() and not isinstance(error, BadInput | Stopped):
-                    # systemd, Slurm and `timeout` send SIGTERM to Ray's processes, too.
+                    # A Ray that this job has joined may get SIGTERM, too.
                     reason = "terminated, and Ray with it; the same command resumes at the last checkpoint"
                     raise Terminated(reason) from None
                 raise
@@ -211,6 +212,10 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     except Exception as error:
         if failure := cause_of(error, BadInput, Stopped):
             raise failure from None
+        if isinstance(error, ray.train.WorkerGroupError) and cause_of(error, RayActorError):
+            raise Stopped(f"a worker died, after {workers.max_restarts} restarts (resources.max_restarts); "
+                          "where its node's memory was full, give it less at a time; the same command "
+                          "resumes at the last checkpoint") from None  # fmt: skip
         raise
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler

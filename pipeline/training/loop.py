@@ -216,11 +216,14 @@ class _Run:
         twice the model, and more with the optimizer's moments."""
         if saved is None:
             return []
+        step = saved.state["step"]
+        require(step <= self.task.steps, "steps", self.task.steps,
+                f"at least {step}, which the unfinished run has done")  # fmt: skip
         load_training_state(self.task.module, self.optimization.optimizer, saved.state)
         self.selection.load(saved.state["selection"])
         if self.task.miner is not None:
             self.task.miner.load(saved.state["refresh"])
-        self.step, self.meter.skipped = saved.state["step"], saved.skipped_steps
+        self.step, self.meter.skipped = step, saved.skipped_steps
         return saved.cursors
 
     def state(self) -> dict[str, Any]:

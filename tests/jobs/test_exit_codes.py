@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from jobs import cluster, packages, program
 from pipeline.config import Stopped
-from tests.helpers import job_command
+from tests.helpers import TERMINATED, job_command
 
 SUBMITTED = """
 import shutil, sys
@@ -147,6 +149,34 @@ def test_a_store_that_fails_for_longer_than_all_retries_is_one_line(monkeypatch,
     assert ended.value.code == 1
     expected = f"the object store fails: {said}; the same command resumes when it can"
     assert capfd.readouterr().err == f"python -m jobs.inspect: {expected}\n"
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_sigterm_is_one_line_and_the_ray_of_a_training_lives_on(monkeypatch, capfd, outlives):
+    """`ray.init` sets a handler of its own; the processes that it starts inherit the mask."""
+    masks = []
+
+    def init(*arguments, **options):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return SimpleNamespace(dashboard_url="")
+
+    def run(config):
+        with cluster.session(outlives_sigterm=outlives):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "silence_ray", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["inspect"])
+    with pytest.raises(SystemExit) as ended:
+        program.main(Nothing, run, "inspect")
+    assert ended.value.code == TERMINATED
+    said = "terminated; the same command resumes"
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"job": "inspect", "exit_code": TERMINATED, "error": said}
+    assert err == f"python -m jobs.inspect: {said}\n"
+    assert [signal.SIGTERM in mask for mask in masks] == [outlives]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_path):

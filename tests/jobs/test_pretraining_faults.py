@@ -8,7 +8,9 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -168,7 +170,8 @@ def processes(title: bytes) -> Iterator[int]:
 def test_a_killed_job_ends_with_the_same_weights(
     start_job, run_job, command, whole, tmp_path, dies
 ):
-    """Also with more steps than it was started for, and past a checkpoint that was not complete."""
+    """Also with more steps than it was started for, and past a checkpoint that was not complete and one that
+    is damaged."""
     output, titles = tmp_path / "encoder", (b"raylet", b"gcs_server", b"ray::")
     others = {pid for title in titles for pid in processes(title)}
 
@@ -196,8 +199,13 @@ def test_a_killed_job_ends_with_the_same_weights(
     partial.mkdir()
     data = (last / "state.safetensors").read_bytes()
     (partial / "state.safetensors").write_bytes(data[: len(data) // 2])
+    damaged = shutil.copytree(last, last.with_name("checkpoint_2099-01-01_00-00-00.000000"))
+    (damaged / "state.safetensors").write_bytes(data[:-100].ljust(len(data), b"\0"))
 
     finished = run_job("pretrain", *command(output))
+    assert [line.split(":")[0] for line in finished.stdout.splitlines() if "goes on from" in line] == [
+        str(partial), str(damaged),
+    ]  # fmt: skip
     assert finished.summary["already_done"] is False
     encoder = open_artifact(str(output), "encoder")
     assert same_weights(encoder, whole.artifact)
@@ -227,14 +235,20 @@ def said_step(error: str) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("target", ["group", "all"])
 def test_a_job_that_gets_sigterm_saves_its_step_and_goes_on_from_there(
-    start_job, run_job, command, whole, tmp_path
+    start_job, run_job, command, whole, tmp_path, target
 ):
-    """Two workers of a cluster. Only the job's own process gets the signal."""
+    """Two workers of a Ray that the job has started. group: as `timeout` and a shell's `kill %1` send it, to
+    Ray's own processes, too. all: as systemd and Slurm send it, to the workers and other actors, too."""
     argv = command(tmp_path / "encoder")
     process = start_job("pretrain", *argv, output=tmp_path / "log")
     wait_until(lambda: checkpoints(tmp_path / "encoder"), process)
-    process.send_signal(signal.SIGTERM)
+    others = psutil.Process(process.pid).children(recursive=True) if target == "all" else []
+    os.killpg(process.pid, signal.SIGTERM)
+    for other in others:
+        with suppress(psutil.NoSuchProcess):
+            other.terminate()
     assert process.wait(timeout=120) == TERMINATED
     said = json.loads((tmp_path / "log").read_text().splitlines()[-1])
     assert said["exit_code"] == TERMINATED
@@ -247,6 +261,12 @@ def test_a_job_that_gets_sigterm_saves_its_step_and_goes_on_from_there(
     assert points(encoder) == sorted(curve(whole.artifact).items())  # no step was computed twice
 
 
+def train_workers(job: subprocess.Popen) -> list[psutil.Process]:
+    """Those of a job that has started a Ray of its own."""
+    below = psutil.Process(job.pid).children(recursive=True)
+    return [each for each in below if "RayTrainWorker" in " ".join(each.cmdline())]
+
+
 @pytest.mark.long
 def test_a_worker_that_gets_sigterm_saves_its_step_and_others_go_on(
     start_job, command, whole, tmp_path
@@ -254,16 +274,24 @@ def test_a_worker_that_gets_sigterm_saves_its_step_and_others_go_on(
     argv = command(tmp_path / "encoder")
     process = start_job("pretrain", *argv, output=tmp_path / "log")
     wait_until(lambda: checkpoints(tmp_path / "encoder"), process)
-    workers = [
-        each for each in psutil.Process(process.pid).children(recursive=True)
-        if "RayTrainWorker" in " ".join(each.cmdline())
-    ]  # fmt: skip
-    workers[-1].terminate()
+    train_workers(process)[-1].terminate()
     assert process.wait(timeout=200) == 0
     assert re.search(r"is going; step \d+ is saved", (tmp_path / "log").read_text())
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
     assert same_weights(encoder, whole.artifact)
     assert points(encoder) == sorted(curve(whole.artifact).items())
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_too_often_is_one_line(start_job, command, tmp_path):
+    argv = command(tmp_path / "encoder", "--resources.max-restarts", 0)
+    process = start_job("pretrain", *argv, output=tmp_path / "log")
+    wait_until(lambda: checkpoints(tmp_path / "encoder"), process)
+    train_workers(process)[-1].kill()
+    assert process.wait(timeout=200) == 1
+    said = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert said["error"].startswith("a worker died, after 0 restarts (resources.max_restarts); ")
+    assert "the same command resumes" in said["error"]
 
 
 @dataclass(frozen=True)
@@ -295,6 +323,8 @@ def test_a_job_that_gets_sigterm_goes_on_from_the_step_that_it_names(
     assert 13 <= step < 18
     (saved,) = checkpoints(tmp_path / "encoder")
     assert read_saved(saved).state["step"] == step
+    fewer = run_job_here("pretrain", *command(tmp_path / "encoder", steps=12)).refusal
+    assert f"steps: 12 is not allowed; allowed: at least {step}" in fewer
     assert run_job_here("pretrain", *argv).summary["counts"]["steps"] == 18
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
     assert same_weights(encoder, whole_here.artifact)

@@ -100,31 +100,32 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
     assert (pair["lengths"], nothing) == ([1, 2], None)
 
 
-@pytest.mark.parametrize(("whole", "expected"), [
-    ({"1": [True], "2": [True, True]}, "2/checkpoint_1"),
-    ({"1": [True], "2": [True, False]}, "2/checkpoint_0"),
-    ({"1": [True], "2": [False]}, "1/checkpoint_0"),
-    ({"1": [False], "2": []}, ""), ({}, ""),
+@pytest.mark.parametrize(("steps", "expected"), [
+    ({"1": [1], "2": [2, 3]}, "2/checkpoint_1"),
+    ({"1": [1], "2": [2, -3]}, "2/checkpoint_0"),
+    ({"1": [1], "2": [-2]}, "1/checkpoint_0"),
+    ({"1": [3, 4], "2": [2, -5]}, "1/checkpoint_1"),  # names are times: the clock was put back
+    ({"1": [2, 1]}, "1/checkpoint_0"),
+    ({"1": [-1], "2": []}, ""), ({}, ""),
 ])  # fmt: skip
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_all_attempts(
-    checkpoint, tmp_path_factory, whole, expected, capsys
+def test_a_run_goes_on_from_the_last_whole_checkpoint_of_all_attempts(
+    checkpoint, tmp_path_factory, steps, expected, capsys
 ):
-    """A kill may truncate one that is being written, which is said. Other attempts are removed."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    for attempt, checkpoints in whole.items():
+    """`steps` of the checkpoints of each attempt; below 0: a kill truncated it when it was written, which is
+    said. Other attempts are removed."""
+    root, state = tmp_path_factory.mktemp("checkpoints"), read_saved(checkpoint[-1]).state
+    for attempt, checkpoints in steps.items():
         (root / attempt).mkdir()
-        for number, is_whole in enumerate(checkpoints):
+        for number, step in enumerate(checkpoints):
             folder = root / attempt / f"checkpoint_{number}"
             shutil.copytree(checkpoint[-1], folder)
-            if not is_whole:
+            write_state({**state, "step": abs(step)}, folder)
+            if step < 0:
                 (folder / "state.safetensors").write_bytes(b"")
     found = last_checkpoint(str(root))
     assert found == (str(root / expected) if expected else "")
-    newest = max(
-        ((name, n) for name, flags in whole.items() for n in range(len(flags))), default=None
-    )
-    is_whole = newest is None or whole[newest[0]][newest[1]]
-    assert capsys.readouterr().out.count("the run goes on from the one before") == (not is_whole)
+    last = max((step for each in steps.values() for step in each), key=abs, default=0)
+    assert capsys.readouterr().out.count("the run goes on from the one before") == (last < 0)
     assert [path.name for path in root.iterdir()] == ([expected[0]] if expected else [])
 
 
