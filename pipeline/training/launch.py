@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeline import progress, storage
 from pipeline.artifact import Artifact, FileEntry, folder_entries
-from pipeline.config import BadInput, Stopped, Terminated
+from pipeline.config import BadInput, Stopped, Terminated, digest
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
 from pipeline.engine.messages import event, listening
@@ -364,6 +364,7 @@ class _Rank:
     def train(self) -> RankResult:
         """Builds the task, restores the last checkpoint, trains, saves."""
         spec, device = self.spec, self.device
+        self._remove_leftovers()
         if device.type == "cpu":
             cpu.keep_memory()
         self._precision = agree_on_precision(spec.recipe.loop.precision, device)
@@ -429,13 +430,24 @@ class _Rank:
         return peak_flops(self.device, self._precision).flops
 
     def _save_checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        folder = Path(tempfile.mkdtemp(prefix=self._prefix))
         try:
             write_saved(folder, state, cursor, self.number, self.world)
             self.keep(folder, dict(self.metrics))
         except BaseException:  # each attempt on a full disk would leave less room on it
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    @property
+    def _prefix(self) -> str:
+        """Of the names of this run's checkpoints on a node's disk."""
+        return f"checkpoint-{digest(self.spec.draft.staging)}-"
+
+    def _remove_leftovers(self) -> None:
+        """Removes the checkpoints of earlier attempts that a kill, or a store that was away, left on this
+        node. No rank has a newer one: the first collective call comes afterwards."""
+        for leftover in Path(tempfile.gettempdir()).glob(f"{self._prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _save_bad_batch(self, step: int, batch: Any) -> str:
         uri = self.spec.draft.path("_bad_batch", f"step-{step}-rank-{self.number}")

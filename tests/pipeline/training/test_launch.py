@@ -41,20 +41,31 @@ def test_the_peak_holds_what_was_needed_since_and_not_before():
     assert 150 < after - before < 250
 
 
-def test_a_checkpoint_that_finds_no_room_leaves_no_files_behind(tmp_path, monkeypatch):
-    """Each attempt on a full disk would leave less room on it."""
+def test_checkpoints_that_are_not_uploaded_leave_no_files_behind(tmp_path, monkeypatch):
+    """Each attempt on a full disk would leave less room on it, and so would each kill."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    written = list[str]()
+    (tmp_path / "checkpoint-of-another").mkdir()
+    written = list[list[str]]()
 
-    def keep(folder, metrics):
-        written.extend(path.name for path in folder.iterdir())
+    def rank(keep) -> _Rank:
+        spec = SimpleNamespace(draft=SimpleNamespace(staging="s3://b/out"), recipe=None)
+        return _Rank(spec, 0, 1, CPU, print, keep, lambda: None, lambda: False)
+
+    def killed(folder, metrics):
+        written.append(sorted(path.name for path in folder.iterdir()))
+
+    def full(folder, metrics):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    rank = _Rank(None, 0, 1, CPU, print, keep, lambda: None, lambda: False)
+    state = {"step": 1, "module": {"weight": torch.ones(3)}}
+    rank(killed)._save_checkpoint(state, [0])
+    assert written == [["cursor-00000.json", "state.json", "state.safetensors"]]
     with pytest.raises(OSError, match="No space left"):
-        rank._save_checkpoint({"step": 1, "module": {"weight": torch.ones(3)}}, [0])
-    assert sorted(written) == ["cursor-00000.json", "state.json", "state.safetensors"]
-    assert not list(tmp_path.iterdir())
+        rank(full)._save_checkpoint(state, [0])
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(AttributeError):  # there is no recipe
+        rank(killed).train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-of-another"]
 
 
 @dataclass(frozen=True)
