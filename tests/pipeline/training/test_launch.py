@@ -84,7 +84,9 @@ class GoneWithRay:
 
 def test_sigterm_to_all_processes_is_one_line(tmp_path):
     """As `timeout`, systemd and Slurm send it: the worker that would save its step is dead, too."""
-    draft = SimpleNamespace(path=lambda *parts: str(tmp_path.joinpath(*parts)))
+    draft = SimpleNamespace(
+        path=lambda *parts: str(tmp_path.joinpath(*parts)), staging=str(tmp_path)
+    )
     with (
         executors.in_this_process(),
         pytest.raises(Terminated, match="the same command resumes at"),
