@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from jobs import dashboard
@@ -21,6 +22,8 @@ from pipeline.engine import executors
 
 _STARTS_TOO_SLOWLY = "timed out during startup"
 """What Ray says when its own processes have not started after 30 s, which no setting changes."""
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("pipeline", "jobs", "serve")
 
 
 @contextmanager
@@ -52,6 +55,7 @@ def session(
     if ray.is_initialized():
         yield ""
         return
+    require_own_packages()
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -123,6 +127,22 @@ def _without_line_of_log_level() -> Iterator[None]:
             for line in captured:
                 if b"Set ray log level from environment variable" not in line:
                     os.write(2, line)
+
+
+def require_own_packages() -> None:
+    """Raises BadInput where the current folder has a module with the name of one of polyrank's packages.
+
+    Ray's processes look there first."""
+    folder = Path.cwd()
+    if folder == _ROOT:
+        return
+    for name in _PACKAGES:
+        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if file.exists():
+                raise BadInput(
+                    f"{file}: Ray's processes would take it for polyrank's own package {name!r}; rename it, "
+                    "or run the command in another folder"
+                )
 
 
 def require_free(host: str, port: int) -> None:

@@ -132,6 +132,7 @@ def _steps_of(steps: workflow.Config, model: str) -> workflow.Config:
 
 def _embed_and_serve(steps: workflow.Config) -> NoReturn:
     workflow.run(replace(steps, start_at="pool", skip=("serve",)))
+    program.say_runs()
     # In this process the encoder and torch would keep 1 GB as long as the service runs.
     workflow.become(steps, "serve")
 

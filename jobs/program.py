@@ -83,10 +83,15 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         if explained:
             sys.exit(code)
         raise
-    if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
-        say(f"runs and curves: mlflow ui --backend-store-uri {store}", sys.stderr)
+    say_runs()
     if not _print_summary({"job": name, **summary}):
         sys.exit(SIGPIPE)
+
+
+def say_runs() -> None:
+    """Says how to see the runs that this process has recorded on this machine."""
+    if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
+        say(f"runs and curves: mlflow ui --backend-store-uri {store}", sys.stderr)
 
 
 def _explain(error: BaseException) -> tuple[int, str] | None:

@@ -121,8 +121,7 @@ def become(config: Config, name: str) -> NoReturn:
     steps = read_steps(config.file, config.set)
     number, step = next(at for at in enumerate(steps, 1) if at[1].name == name)
     _announce(step, number, len(steps))
-    # -P: without it a file serve.py in the user's folder would be found before this tree's serve/.
-    command = [sys.executable, "-P", "-m", "jobs", step.verb, *step.options]
+    command = _program(("polyrank", step.verb, *step.options))
     os.execve(sys.executable, command, _environment())
 
 
@@ -257,14 +256,20 @@ def _estimate(step: Step, first: bool) -> dict[str, Any]:
     return {"step": step.name, **program.summary_in(last_line)}
 
 
+def _program(command: tuple[str, ...]) -> list[str]:
+    """A step's command as it is started: a job by this Python."""
+    if command[0] == "polyrank":
+        command = (*_JOBS, "jobs", *command[1:])
+    # -P: without it a file serve.py in the user's folder would be found before this tree's serve/.
+    return [sys.executable, "-P", *command[1:]] if command[:2] == _JOBS else [*command]
+
+
 def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple[int, str]:
     """Runs a command, passes its output on, and returns its exit code and the last line of output.
 
     `hides_failure`: passes the output on when the command has succeeded.
     """
-    if command[0] == "polyrank":
-        command = (*_JOBS, "jobs", *command[1:])
-    words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
+    words = _program(command)
     errors = subprocess.DEVNULL if hides_failure else None
     # Other programs may print what is not UTF-8.
     decoding = {"encoding": "utf-8", "errors": "replace"}

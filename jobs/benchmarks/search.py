@@ -119,7 +119,7 @@ def _times(
     few_rounds = max(2, rounds // 2)
     seconds = _seconds(searches, len(questions), rounds) | _seconds(plain, 2, few_rounds)
     if len(questions) >= _TOGETHER:
-        seconds |= _seconds(batches, 1, few_rounds)
+        seconds |= _seconds(batches, 1, rounds)
     ms = {name: 1e3 * value for name, value in seconds.items()}
     name, passes = "search.exact_1m_m64", "passes over the bf16 matrix"  # of the full size
     note = f"{len(pool):,} candidates, {questions.shape[1]} vectors a context."

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     contexts = read_contexts(corpora[0], size.questions)
     if config.url:
         url = config.url.rstrip("/")
+        try:
+            urllib.request.urlopen(f"{url}/ready", timeout=10).close()
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"--url {config.url}: {error}; allowed: the address of a service"
+            ) from None
         service = Service(contexts, config.pool, size, work, lambda: nullcontext(url))
         require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
         for step in config.steps:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from jobs.benchmarks import serve as parts
 from jobs.benchmarks.serving import load
 
+from ..helpers import free_port
 from ..serve.live import serving
 
 BODIES = [b'{"at": 0}', b'{"at": 1}', b'{"at": 2}']
@@ -109,9 +110,14 @@ class Ranking:
         self.bodies.append(await request.body())
         return Response(status_code=200)
 
+    async def ready(self, request: Request) -> Response:
+        return Response()
+
     @property
     def app(self) -> Starlette:
-        return Starlette(routes=[Route("/rank", self.rank, methods=["POST"])])
+        return Starlette(
+            routes=[Route("/rank", self.rank, methods=["POST"]), Route("/ready", self.ready)]
+        )
 
 
 @pytest.fixture
@@ -128,6 +134,12 @@ def measure_there(run_job_here, convai2_corpus, tmp_path, monkeypatch):
         )  # fmt: skip
 
     return measure
+
+
+def test_an_address_without_a_service_is_refused(measure_there):
+    url = f"http://127.0.0.1:{free_port()}"
+    refusal = measure_there(url, "--pool", "replies").refusal
+    assert f"--url {url}: <urlopen error [Errno 111]" in refusal
 
 
 def test_a_service_that_is_already_there_is_measured(measure_there, tmp_path, monkeypatch):

@@ -35,6 +35,18 @@ def test_a_taken_port_and_a_model_that_is_none_are_refused(
     assert "kind is 'corpus'; needed here: ranker" in refusal
 
 
+@pytest.mark.parametrize("file", ["serve.py", "pipeline/__init__.py"])
+def test_a_file_that_ray_would_take_for_polyrank_s_is_named(
+    run_job_here, tiny_ranker, tmp_path, monkeypatch, file
+):
+    model = tiny_ranker("bi").uri
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
+    assert f"{tmp_path / file}: Ray's processes would take it for polyrank's own package" in refusal
+
+
 @pytest.mark.parametrize("name", [HASHES, FILE])
 def test_wrong_tokens_are_one_line(run_job_here, tiny_ranker, monkeypatch, name):
     monkeypatch.setenv(name, "sesame")

@@ -55,6 +55,14 @@ def test_a_workflow_stops_at_the_first_failure_and_continues_there(three, tmp_pa
     assert [step["step"] for step in skipped["steps"]] == ["first", "third"]
 
 
+def test_files_of_the_user_are_not_taken_for_polyrank_s(tmp_path, monkeypatch):
+    for name in ("pipeline", "jobs", "serve"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    (tmp_path / "w.yaml").write_text("steps: {a: polyrank submit --dry-run -- inspect --pool x}")
+    monkeypatch.chdir(tmp_path)
+    assert [step["job"] for step in run(tmp_path / "w.yaml")["steps"]] == ["submit"]
+
+
 def test_a_step_may_print_what_is_not_utf8(tmp_path, capfd):
     (tmp_path / "w.yaml").write_text("steps: {a: printf 'caf\\351\\n'}")
     assert [step["step"] for step in run(tmp_path / "w.yaml")["steps"]] == ["a"]
