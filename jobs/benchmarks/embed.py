@@ -40,7 +40,7 @@ from pipeline.pools.pool import Pool
 from pipeline.processor import processor
 
 _TOKENS = 256
-# The job starts processes and makes an index, some 8 s on 2 cores, which vanish beside a pool of millions.
+# The job plans and makes an index, some 7 s on 2 cores, which vanish beside a pool of millions.
 # The peers have no such constant: a part of the articles tells their rates.
 _ARTICLES = {"small": 256, "full": 5_000}
 _PEER_ARTICLES = 2048
