@@ -107,12 +107,7 @@ class _Pass:
         places_QCN = blocks_QC[:, :, None] * block_rows + offsets_N
         read_QR = scores_QN.gather(1, places_QCN.flatten(1).clamp(max=scores_QN.shape[1] - 1))
         columns = torch.cat([values_QC, blocks_QC.float(), read_QR], dim=1)
-        if not columns.is_cuda:
-            return _Scored(scores_QN, block_rows, count, columns.cpu(), None)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied = columns.to("cpu", non_blocking=True)  # pinned, and not behind the next pass
-        event.record()
-        return _Scored(scores_QN, block_rows, count, copied, event)
+        return _Scored(scores_QN, block_rows, count, *_begin_copy(columns))
 
     def _read(self, section: slice, scored: _Scored) -> None:
         if scored.event is not None:
@@ -141,6 +136,17 @@ class _Pass:
             places = places + section.start
             errors = self._scorer.errors.of(self._rows.lengths_N[places], query)
             open_rows.add(places, scores.astype(np.float64), errors, self._top_k)
+
+
+def _begin_copy(columns: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """(the numbers on the CPU, the event from which on they are there; None: they are there)"""
+    if not columns.is_cuda:
+        return columns.cpu(), None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied = columns.to("cpu", non_blocking=True)  # pinned, and not behind the next pass
+    # Of a second GPU: the stream of this process's first one has not heard of the copy.
+    event.record(torch.cuda.current_stream(columns.device))
+    return copied, event
 
 
 class _Scored(NamedTuple):

@@ -184,14 +184,16 @@ def kernel_scores(
     allowed_N: Tensor | None,
 ) -> tuple[Tensor, Tensor, int]:
     """See `triton_scores.scores`."""
-    scored: tuple[Tensor, Tensor, int] = kernel.scores(
-        rows.matrix_ND[section],
-        None if rows.scales_N is None else rows.scales_N[section],
-        contexts.vectors_QMD,
-        contexts.counts_Q,
-        None if allowed_N is None else allowed_N[section],
-        contexts.scale,
-    )
+    # Triton starts kernels on the current GPU.
+    with torch.cuda.device_of(rows.matrix_ND):  # type: ignore[no-untyped-call]
+        scored: tuple[Tensor, Tensor, int] = kernel.scores(
+            rows.matrix_ND[section],
+            None if rows.scales_N is None else rows.scales_N[section],
+            contexts.vectors_QMD,
+            contexts.counts_Q,
+            None if allowed_N is None else allowed_N[section],
+            contexts.scale,
+        )
     return scored
 
 

@@ -49,6 +49,13 @@ DEVICES = [
             pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
         ],
     ),
+    pytest.param(  # not the current GPU
+        "cuda:1",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device"),
+        ],
+    ),
 ]
 
 
@@ -293,6 +300,35 @@ def test_it_is_the_kernel_that_scores_in_the_interpreter():
     assert (scorer._kernel is not None) == INTERPRETED
     is_rounded = error_bounds(pool.on_device, scorer._contexts, by_kernel=True)
     assert (scorer.errors.per_length_Q == is_rounded.per_length_Q).all() or not INTERPRETED
+
+
+def test_on_a_second_gpu_its_kernel_starts_and_its_copy_is_awaited(monkeypatch):
+    """Triton and events take the current GPU, which is the first one unless somebody says so."""
+    steps, pool = [], on(pool_of(np.eye(4)))
+
+    class Current:
+        def __init__(self, tensor):
+            assert tensor is pool.on_device.matrix_ND
+
+        def __enter__(self):
+            steps.append("current")
+
+        def __exit__(self, *error):
+            steps.append("left")
+
+    kernel = SimpleNamespace(scores=lambda *given: steps.append("kernel"))
+    contexts = Contexts.of([np.eye(4)], 4, 1.0, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_of", Current)
+        device_scores.kernel_scores(kernel, pool.on_device, slice(0, 4), contexts, None)
+    assert steps == ["current", "kernel", "left"]
+
+    columns = SimpleNamespace(is_cuda=True, device="cuda:1", to=lambda *given, **more: "copy")
+    event = SimpleNamespace(record=steps.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert module._begin_copy(columns) == ("copy", event)
+    assert steps[-1] == "stream of cuda:1"
 
 
 WITH_TRITON = pytest.mark.skipif(
