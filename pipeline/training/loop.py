@@ -372,6 +372,8 @@ class Selection:
         self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
         weights = {} if self.keep_last else self.weights
         self.weights = {name: value.cpu() for name, value in weights.items()}
+        if not (self.weights or self.keep_last):  # the run so far kept its last ones
+            self.best_merit, self.best_metrics = (-math.inf, -math.inf), {}
 
 
 # The optimizer, the learning rate of each step, and the limit on gradients

@@ -402,6 +402,16 @@ def test_the_last_weights_are_the_result_whatever_validations_find(monkeypatch):
     assert same(longer.weights, Run(told(), 5, **plain, validate_every_epochs=0).weights)
 
 
+def test_a_run_that_kept_its_last_weights_goes_on_with_the_best_of_those_that_it_has():
+    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+    each = {**plain, "validate_every_epochs": 1}
+    shorter = Run(told((0.9, 0), (0.8, 1)), 2, keep_weights="last", **each)
+    longer = Run(told((0.5, 2), (0.4, 3)), 4, checkpoint=shorter.checkpoints[2], **each)
+    shown = longer.progress[-1].metrics
+    assert (shown["best_step"], shown["best_valid_r1"]) == (3, 0.5)
+    assert same(longer.weights, Run(told(), 3, **plain, validate_every_epochs=0).weights)
+
+
 def test_checkpoints_and_reports_come_when_they_are_due():
     run = Run(toy(zero), 10, checkpoint_every_steps=4, log_every_steps=3)
     assert list(run.checkpoints) == [4, 8, 10]
