@@ -140,7 +140,8 @@ def _embed_and_serve(steps: workflow.Config) -> NoReturn:
 def _evaluate(work: str, steps: workflow.Config, model: str, split: str) -> dict[str, Any]:
     """Makes a model and evaluates it, unless that is done. Returns what jobs.evaluate writes."""
     steps, uri = _steps_of(steps, model), storage.join(work, model)
-    workflow.run(replace(steps, skip=("evaluate", "pool", "serve")))
+    with _options_of_this_job():
+        workflow.run(replace(steps, skip=("evaluate", "pool", "serve")))
     file = f"{uri}-evaluation.json"
     done = json.loads(storage.read_bytes(file)) if storage.exists(file) else {"models": {}}
     is_of_model = [*done["models"].values()] == [open_artifact(uri, "ranker").fingerprint]
@@ -210,14 +211,17 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
 
 @contextmanager
 def _options_of_this_job() -> Iterator[None]:
-    """Errors name the options of this job in place of those of prepare_corpus."""
+    """Errors name the options of this job in place of those of its steps."""
     try:
         yield
     except BadInput as error:
         text = str(error)
         for name, option in (("context_column", "--question"), ("response_column", "--answer")):
             text = text.replace(f"pairs.{name}", option)
-        raise BadInput(text.replace("--pairs.", "--").replace("pairs.", "--")) from None
+        text = re.sub(r"(?:--)?\bpairs\.(?=encoding\b|delimiter\b)", "--", text)
+        # The recipe sets it for tables of any size.
+        text = re.sub(r"finetune\.batch_examples of .*", "more rows, or --train false", text)
+        raise BadInput(text) from None
 
 
 def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:

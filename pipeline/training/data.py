@@ -199,10 +199,13 @@ class Batches:
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.examples:
-            row_count = self.rows.total
-            raise BadInput(f"the split has {row_count:,} examples, too few for a batch of "
-                           f"{self.examples} on each of {self.rows.world} workers; allowed: "
-                           f"finetune.batch_examples of {row_count} at most")  # fmt: skip
+            most = len(self.rows) * self.rows.world  # as many on each worker
+            allowed = f"finetune.batch_examples of {most} at most"
+            if most < 2:
+                allowed = f"{max(2, self.rows.world)} examples or more"
+            raise BadInput(f"the split has {self.rows.total:,} examples, too few for a batch of "
+                           f"{self.examples} on each of {self.rows.world} workers; "
+                           f"allowed: {allowed}")  # fmt: skip
 
     @property
     def examples(self) -> int:

@@ -269,6 +269,27 @@ def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):
     assert "--encoding cp1252" in refused and "pairs." not in refused
 
 
+def test_a_table_too_small_to_train_on_is_refused_in_words_of_this_job(
+    run_job_here, encoder, tmp_path
+):
+    table = tmp_path / "pairs.csv"  # "pairs." is no option here
+    options = (
+        "--encoder",
+        encoder,
+        "--train",
+        "true",
+        "--work",
+        tmp_path / "my",
+        "--port",
+        free_port(),
+    )
+    table.write_text("question,answer\n")
+    assert "pairs.csv: has no rows" in run_job_here("faq", table, *options).refusal
+    table.write_text("question,answer\n" + "".join(f"how {n} ?,so {n}\n" for n in range(24)))
+    refused = run_job_here("faq", table, *options).refusal
+    assert refused.endswith("64 on each of 1 workers; allowed: more rows, or --train false")
+
+
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")

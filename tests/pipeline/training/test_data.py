@@ -201,11 +201,20 @@ def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
     assert len(set(draws)) == 40
 
 
-@pytest.mark.parametrize(("world", "examples"), [(1, 51), (3, 17)])
-def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples):
-    with pytest.raises(BadInput, match=f"too few for a batch of {examples} on each of {world}"):
+@pytest.mark.parametrize(("world", "examples", "allowed"), [(1, 51, 50), (3, 17, 48)])
+def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples, allowed):
+    """With a batch that is allowed: a multiple of the workers."""
+    message = (
+        rf"too few for a batch of {examples} on each of {world} .*batch_examples of {allowed} at"
+    )
+    with pytest.raises(BadInput, match=message):
         batches_of(corpora(50), 0, world, examples=examples)
-    assert batches_of(corpora(50), 0, world, examples=examples - 1).steps_per_epoch == 1
+    assert batches_of(corpora(50), 0, world, examples=examples - 1).batch_examples == allowed
+
+
+def test_one_example_is_no_batch_of_any_size(corpora):
+    with pytest.raises(BadInput, match=r"has 1 examples.* allowed: 2 examples or more"):
+        batches_of(corpora(1), examples=64)
 
 
 def test_a_corpus_without_the_split_is_refused(tiny, corpora):
