@@ -125,7 +125,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _register(config, out)  # the job that made it may have been killed before that
         return program.artifact_summary(out, already_there=True)
     question_count, left_out = task.validated
-    _print_validation(question_count, left_out)
+    _print_validation(question_count, left_out, corpus.rows("valid/"))
     _print_truncation(task.ranker, corpus)
     if config.register_as:
         tracking.prepare_registration(config.register_as)
@@ -248,11 +248,14 @@ def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
             f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip
 
 
-def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:
+def _print_validation(question_count: int, left_out: Mapping[str, int], examples: int) -> None:
     """Prints the number of validation questions, and of the examples left out, by reason."""
     if question_count:
         reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
         print(f"validation: {question_count:,} examples of valid/ are asked{reasons}", flush=True)
+    elif examples:
+        print(f"validation: none of the {examples:,} examples of valid/ has a wrong candidate, so the last "
+              "weights are the result", flush=True)  # fmt: skip
 
 
 def _print_truncation(ranker: Any, corpus: Artifact) -> None:

@@ -66,8 +66,10 @@ def run(config: Config) -> program.Summary:
         files = [file for record in records for file in record.files]
         counts = sum_counts(record.counts for record in records)
         if not counts.get("scored"):
-            raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "
-                           "--teaching.random-candidates draws some")  # fmt: skip
+            hint = "--teaching.random-candidates draws some"
+            if config.teaching.random_candidates:
+                hint = "each file has only one response"
+            raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; {hint}")
         scored_corpus = out.publish(files, counts, run_id=tracked.run_id)
         tracking.finish(tracked, scored_corpus)
     return program.artifact_summary(scored_corpus, already_there=False)

@@ -113,6 +113,15 @@ def test_random_candidates_are_no_other_replies_to_the_context():
         )
 
 
+def test_a_train_split_of_one_response_has_none_to_draw(
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    corpus = in_files(convai2_corpus, tmp_path / "corpus", 1)
+    argv = arguments(corpus.uri, [tiny_ranker("bi").uri], tmp_path / "out")
+    refused = run_job_here("score_candidates", *argv).refusal
+    assert refused.endswith("no example of train has candidates; each file has only one response")
+
+
 @pytest.mark.parametrize(("settings", "name"), [
     ({"margin": 0.1}, "margin"), ({"max_share": 0.9}, "max_share"),
     ({"same_group_negatives": False}, "same_group_negatives"),

@@ -181,6 +181,13 @@ def test_validations_are_curves_and_the_best_is_in_the_summary(trained, architec
     assert set(curve(made.artifact, "valid_loss")) == set(found)
 
 
+def test_a_valid_split_without_a_wrong_candidate_is_said(capsys):
+    finetune._print_validation(0, {}, 3)
+    assert "none of the 3 examples of valid/ has a wrong candidate" in capsys.readouterr().out
+    finetune._print_validation(0, {}, 0)  # no valid split
+    assert not capsys.readouterr().out
+
+
 def test_a_registered_model_is_the_candidate_of_its_name(trained):
     artifact = trained("bi").artifact
     version = mlflow.MlflowClient().get_model_version_by_alias("tiny-bi", "candidate")
