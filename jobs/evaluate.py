@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, corpora_of, corpora_read_for, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import best_device, precision_of_tasks
@@ -180,6 +180,7 @@ def run(config: Config) -> program.Summary:
     }
     notes = [
         *_notes(question_set, measure.protocol, config, corpus, known),
+        *(_trained_on(models, corpus) if config.split == "train" else []),
         f"models compute in {precision}",
         *_truncations(timed_models, question_set),
         *(f"{name}: {least}" for name, least in least_scores.items()),
@@ -190,7 +191,7 @@ def run(config: Config) -> program.Summary:
         print(f"{name}: skipped: {reason}")
     if unanswerable := question_set.unanswerable_count():
         print(f"{unanswerable:,} of {len(question_set):,} questions have a wrong candidate with the right "
-              "one's text: nobody can answer them")  # fmt: skip
+              "one's text, but for white space: nobody can answer them")  # fmt: skip
     files: Files = {
         "table.md": ("", table.encode()),
         "table.json": (config.json, json.dumps(summary, indent=1).encode()),
@@ -342,6 +343,10 @@ def _notes(
         if count > _MANY_KNOWN * asked:
             notes.append(f"{count:,} of the {asked:,} right answers also stand in train/: their questions "
                          "are new, but the answers are not")  # fmt: skip
+    several = question_set.several_right_count() if protocol.source in ("sampled", "corpus") else 0
+    if several:
+        notes.append(f"{several:,} questions have several right answers, of which each counts alone: the "
+                     "others are wrong ones then; evaluate_search takes several")  # fmt: skip
     if asked < _FEW_QUESTIONS:
         notes.append(f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are wide")
     if shorter := question_set.shorter_count():
@@ -355,6 +360,17 @@ def _notes(
         others = "; tf-idf and bm25 read their texts alone" if config.baselines else ""
         notes.append(f"{of_all} are found by their contexts in train/, too{others}")
     return notes
+
+
+def _trained_on(models: Models, corpus: Artifact) -> list[str]:
+    """A line for each model that has learnt from examples of train/."""
+    paths = set(corpus.paths("train/", ".parquet"))
+    return [
+        f"{name} was trained on examples of train/: new questions get fewer right answers"
+        for name, (model, _) in models.items()
+        if corpora_read_for(model) & corpora_of(corpus)
+        and not paths <= set(model.manifest.get("held_out", ()))
+    ]
 
 
 def _least_scores(

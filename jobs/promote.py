@@ -53,7 +53,7 @@ class Config:
     """The test corpus, on which candidate and champion are compared. Always use the same one."""
     split: Literal["train", "valid", "test"] = "test"
     """The split of that corpus."""
-    protocol: protocols.Name = "convai2"
+    protocol: protocols.Name | Literal["auto"] = "auto"
     """Where the candidates come from, and how many; as in jobs.evaluate."""
     max_examples: int = 10_000
     """Ask both models at most this many questions."""

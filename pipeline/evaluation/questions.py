@@ -11,14 +11,15 @@
 
 A validation during training asks `validation_questions`: given or sampled, as each example allows.
 
-Candidates and contexts are in random order. In some public files the right answer is always the last one, so
-a model that prefers a place would score well.
+Candidates of a question alone, and contexts, are in random order. In some public files the right answer is
+always the last one, so a model that prefers a place would score well.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -61,7 +62,7 @@ class Questions:
     places_NK: Ints
     """Each question's own candidates as places in `texts`; `NO_TEXT` fills the rows with fewer than K."""
     label_N: Ints
-    """The right candidate's place among a question's own."""
+    """The right candidate's place among a question's own and, behind K places for these, the shared ones."""
     shared: int = 0
     """S"""
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -118,7 +119,10 @@ class Questions:
 
     def right_places(self) -> Ints:
         """The places of the right candidates in `texts`, [N]."""
-        places_N: Ints = np.take_along_axis(self.places_NK, self.label_N[:, None], axis=1)[:, 0]
+        own = self.places_NK.shape[1]
+        columns = np.column_stack([self.places_NK, self.label_N - own])  # the last for a shared one
+        labels_N1 = np.minimum(self.label_N, own)[:, None]
+        places_N: Ints = np.take_along_axis(columns, labels_N1, axis=1)[:, 0]
         return places_N
 
     def place_of(self, text: str) -> int:
@@ -129,11 +133,25 @@ class Questions:
         """The number of questions with fewer candidates than C."""
         return int((self.places_NK == NO_TEXT).any(axis=1).sum())
 
+    def several_right_count(self) -> int:
+        """The number of questions whose context is asked with another right answer, too."""
+        contexts = [tuple(context) for context in self.contexts]
+        pairs = set(zip(contexts, self.right_places().tolist(), strict=True))
+        answers = Counter(context for context, _ in pairs)
+        return sum(answers[context] > 1 for context in contexts)
+
     def unanswerable_count(self) -> int:
-        """The number of questions with a wrong candidate whose text equals the right one's."""
-        right_places_N = self.right_places()
-        has_copy_N = (self.places_NK == right_places_N[:, None]).sum(axis=1) > 1
-        return int((has_copy_N | (right_places_N < self.shared)).sum())
+        """The number of questions with a wrong candidate whose text equals the right one's, but for white
+        space, which most models do not read."""
+        numbers = dict[str, int]()
+        number_T = np.array(
+            [numbers.setdefault(" ".join(text.split()), len(numbers)) for text in self.texts]
+        )
+        right_N = number_T[self.right_places()]
+        is_text_NK = self.places_NK != NO_TEXT
+        own_N = ((number_T[self.places_NK] == right_N[:, None]) & is_text_NK).sum(axis=1)
+        shared_N = np.bincount(number_T[: self.shared], minlength=len(numbers))[right_N]
+        return int((own_N + shared_N > 1).sum())
 
 
 def questions(
@@ -215,7 +233,9 @@ def _questions_at_places(
     if source in ("sampled", "corpus"):
         folder = f"{split}/" if source == "sampled" else ""
         pool = _responses(corpus, folder, candidates, fewer)
-        return Questions.of(_sample(row, pool, min(candidates, len(pool)), seed) for row in rows)
+        if candidates >= len(pool):
+            return _among_all(rows, pool)
+        return Questions.of(_sample(row, pool, candidates, seed) for row in rows)
     return _article_questions(corpus, rows, candidates)
 
 
@@ -244,6 +264,16 @@ def _sample(row: DrawnRow, pool: list[str], candidates: int, seed: int) -> Quest
         drawn = rng.sample(pool, k=min(len(pool), missing + 1))
         wrong += [text for text in drawn if text != row["response"] and text not in wrong]
     return _shuffle(row, [*wrong[: candidates - 1], row["response"]], candidates - 1, rng)
+
+
+def _among_all(rows: Sequence[DrawnRow], pool: list[str]) -> Questions:
+    """Questions that share all candidates. A row of places for each of them would take 12 GB for 15,000
+    questions among 100,000 texts."""
+    places = {text: place for place, text in enumerate(pool)}
+    questions = (
+        Question(row["example_id"], row["context"], [], places[row["response"]]) for row in rows
+    )
+    return Questions.of(questions, pool)
 
 
 def _shuffle(row: DrawnRow, texts: list[str], label: int, rng: random.Random) -> Question:

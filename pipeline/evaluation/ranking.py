@@ -25,6 +25,7 @@ from pipeline.models.ranker import Ranker, load_ranker
 
 TOP = 5
 _QUESTIONS_AT_ONCE = 256
+_SCORES_AT_ONCE = 1 << 25  # of which ranking holds some six arrays: 1 GB
 _TEXTS_AT_ONCE = 8192
 _PAIRS_AT_ONCE = 4096
 # float32: logits, of which scoring holds some four arrays, or vectors of candidates; 256 MB, or 64 MB.
@@ -77,7 +78,7 @@ class Latency:
 def rank(
     prepared: PreparedScorer, questions: Questions, label: str = "", none_score: float | None = None
 ) -> QuestionRanks:
-    """Ranks every question's candidates; memory is bounded by 256 questions' scores.
+    """Ranks every question's candidates, those of at most 256 questions at once.
 
     `none_score`: the score of the candidate NONE, in place of the scorer's own.
     """
@@ -86,11 +87,12 @@ def rank(
     lengths = [sum(map(len, context)) for context in questions.contexts]
     order = np.argsort(lengths, kind="stable")[::-1]
     parts = []
+    step = min(_QUESTIONS_AT_ONCE, max(1, _SCORES_AT_ONCE // max(1, questions.candidates)))
     with tqdm(
         total=len(questions), desc=f"{label}: rank", unit="question", disable=not label
     ) as bar:
-        for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
-            batch = questions.rows(order[start : start + _QUESTIONS_AT_ONCE])
+        for start in range(0, len(questions), step):
+            batch = questions.rows(order[start : start + step])
             scores_NC = prepared.scores(batch)
             own_scores_NK = scores_NC[:, : batch.places_NK.shape[1]]
             own_scores_NK[batch.places_NK == NO_TEXT] = -np.inf
@@ -108,7 +110,7 @@ def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
     differently."""
     own_scores_NK = scores_NC[:, : questions.places_NK.shape[1]]
     right_places_N = questions.right_places()
-    right_scores_N1 = np.take_along_axis(own_scores_NK, questions.label_N[:, None], axis=1)
+    right_scores_N1 = np.take_along_axis(scores_NC, questions.label_N[:, None], axis=1)
     own_scores_NK[:] = np.where(
         questions.places_NK == right_places_N[:, None], right_scores_N1, own_scores_NK
     )
@@ -287,8 +289,9 @@ class PreparedDual:
             for start in range(0, len(questions), step):
                 rows = slice(start, start + step)
                 context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
-                places = torch.from_numpy(questions.places_NK[rows]).to(device)
-                scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
+                if own:
+                    places = torch.from_numpy(questions.places_NK[rows]).to(device)
+                    scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
                 for first in range(0, shared, _TEXTS_AT_ONCE):
                     end = min(shared, first + _TEXTS_AT_ONCE)
                     block_CD = self.vectors_TD[first:end]

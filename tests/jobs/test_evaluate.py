@@ -93,7 +93,8 @@ def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranke
     summary = done.summary
     files = convai2_corpus.files("valid/", ".parquet")
     rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
-    wanted = own_metrics(rows, load_ranker(tiny_ranker("poly").local()))
+    ranker = load_ranker(tiny_ranker("poly").local())
+    wanted = own_metrics(rows, inference.place(ranker, torch.device("cpu"), "fp32"))
     assert summary["examples"] == len(rows) == convai2_corpus.counts["examples.valid"]
     assert summary["table"]["poly"] == pytest.approx(wanted)
     assert wanted["R@10/20"] > wanted["R@1/20"] > 0
@@ -338,6 +339,7 @@ def test_a_faq_shows_what_training_has_gained_over_the_published_encoder(
     (least,) = done.summary["least_scores"].values()
     assert least["right"] <= 0.05
     assert f"bi: to show no answer below a score of {least['score']:.4g} hides" in done.stdout
+    assert "\nbi was trained on examples of train/: new questions get fewer right" in done.stdout
 
     published = interop.load(tmp_path / "published" / "context", 0, 0)
     corpus = open_artifact("corpus", "corpus")
@@ -405,6 +407,15 @@ def test_classification_ranks_all_labels(evaluate, prepared):
     assert list(done.summary["table"]["poly"]) == ["R@1/5", "MRR"]
     assert done.summary["table"]["tf-idf"]["R@1/5"] == 1  # each text has its label's words
     assert done.summary["candidates"] == 5 and "not 1,000,000,000" not in done.stdout
+
+
+def test_questions_with_several_right_answers_are_counted(evaluate, prepared):
+    rows = [(f"how {n // 2} ?", f"so {n}") for n in range(8)] + [
+        ("when ?", "now"),
+        ("when ?", "now"),
+    ]
+    done = evaluate(*QUICK, corpus=prepared("pairs", {"valid.csv": table_of(rows)}))
+    assert "\n8 questions have several right answers, of which each counts alone" in done.stdout
 
 
 def test_a_small_split_is_asked_among_all_that_it_has(evaluate, prepared):

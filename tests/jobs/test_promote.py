@@ -255,6 +255,22 @@ def test_a_candidate_no_better_is_kept_back(
     assert aliases_of("rivals")["champion"] == two
 
 
+def test_models_are_compared_by_the_protocol_of_the_corpus(
+    run_job_here, tiny_ranker, tracking_uri, tmp_path
+):
+    """A corpus of pairs was refused, with advice that no option of this job follows."""
+    (tmp_path / "test.csv").write_text(
+        "question,answer\n" + "".join(f"q{n},a{n}\n" for n in range(9))
+    )
+    made = ("--input", tmp_path / "test.csv", "--output", tmp_path / "corpus")
+    assert run_job_here("prepare_corpus", "--format", "pairs", *made).code == 0
+    for seed, alias in ((1, "champion"), (2, "candidate")):
+        tracking.register("of-pairs", tiny_ranker("bi", seed=seed), alias)
+    compared = ("promote", "--model", "of-pairs", "--corpus", tmp_path / "corpus", "--dry-run")
+    done = run_job_here(*compared, "--min-difference", -1).summary
+    assert done["comparison"]["examples"] == 9
+
+
 def test_a_promotion_that_has_lost_its_lock_moves_nothing(pools, monkeypatch):
     folder, (first, _, third) = pools
     opened = promote.Pool.open

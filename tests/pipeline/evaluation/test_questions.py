@@ -123,6 +123,21 @@ def test_all_responses_can_be_the_candidates(tiny):
         assert sorted(question.candidates) == [f"r{n}" for n in range(6)]
 
 
+def test_all_responses_are_held_once_for_all_questions(tiny):
+    """A table of 100,000 answers and 15,000 questions took 12 GB, and hours to shuffle."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(30)]
+    corpus = tiny.corpus(rows, split="valid")
+    for source in ("sampled", "corpus"):
+        found = questions(corpus, "valid", source, 10**9, 100, 0, fewer=True)
+        assert (found.places_NK.size, found.shared, found.candidates) == (0, 30, 30)
+        assert [found.texts[place] for place in found.right_places()] == [
+            f"r{n}" for n in range(30)
+        ]
+        assert (found.unanswerable_count(), found.shorter_count()) == (0, 0)
+        part = found.part(np.array([11, 3]))
+        assert [one.candidates[one.label] for one in one_by_one(part)] == ["r11", "r3"]
+
+
 def test_blocks_are_whole_disjoint_and_random(blocks):
     """PolyAI's 1-of-C: 600 examples are 120 blocks of 5."""
     found = one_by_one(ask(blocks, "blocks"))
@@ -186,6 +201,16 @@ def test_blocks_allow_the_same_response_twice(tiny):
     assert sorted(found.texts) == ["no", "yes"]
     assert found.places_NK.shape == (5, 5)
     assert found.unanswerable_count() == 4
+
+
+def test_answers_that_differ_in_white_space_alone_are_counted(tiny):
+    """As cells of Excel do: models give them one score, and ties count against the model."""
+    rows = [
+        {"context": [f"c{n}"], "response": text} for n, text in enumerate(["a b", "a  b\n", "c"])
+    ]
+    corpus = tiny.corpus(rows, split="valid")
+    assert questions(corpus, "valid", "corpus", 10**9, 9, 0, fewer=True).unanswerable_count() == 2
+    assert ask(corpus, "sampled", candidates=2, max_examples=1).unanswerable_count() in (0, 1)
 
 
 def test_the_own_article_stands_among_the_fixed_others(search):

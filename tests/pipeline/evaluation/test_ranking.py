@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.engine.actors import Actors
 from pipeline.evaluation import ranking, results
-from pipeline.evaluation.baselines import Chance
+from pipeline.evaluation.baselines import BM25, Chance, TfIdf
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
@@ -79,6 +79,23 @@ def test_questions_may_have_different_numbers_of_candidates(tiny, architecture):
         assert found.losses_N[number] == pytest.approx(
             np.log(np.exp(alone - right).sum()), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_questions_that_share_all_candidates_are_ranked_as_with_their_own(tiny, architecture):
+    """The right one is one of the shared ones."""
+    texts = [*SHARED, "w3", "w11"]
+    asked = [Question("a", ["w1 w2"], texts, 3), Question("b", ["w7", "w8"], texts, 0)]
+    shared = Questions.of([one._replace(candidates=[]) for one in asked], texts)
+    scorer = RankerScorer(tiny.ranker(architecture=architecture))
+    own = Questions.of(asked)
+    expected, found = (rank(scorer.prepare(each), each) for each in (own, shared))
+    assert found.ranks_N.tolist() == expected.ranks_N.tolist()
+    assert found.top_NT.tolist() == expected.top_NT.tolist()
+    np.testing.assert_allclose(found.losses_N, expected.losses_N, atol=1e-5)
+    for baseline in (Chance(), TfIdf.fit(texts), BM25.fit(texts)):
+        scores = [baseline.prepare(each).scores(each) for each in (own, shared)]
+        np.testing.assert_allclose(scores[0], scores[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
