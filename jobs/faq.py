@@ -22,6 +22,7 @@ from pipeline.config import BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
+from pipeline.corpora.schema import named_split
 from pipeline.engine import executors
 from pipeline.evaluation.none_candidate import LeastScore
 from pipeline.pools import versions
@@ -98,7 +99,10 @@ def run(config: Config) -> program.Summary:
     }
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
     settings += ["asked=" + ("--known-contexts true" if trains else "--split train")]
-    settings += [f"{group}_options={_job_options(config, group)}" for group in ("pairs", "embed")]
+    options = {group: _job_options(config, group) for group in ("pairs", "embed")}
+    if table.split_by == "groups":
+        options["pairs"] += " --pairs.split-by groups"
+    settings += [f"{group}_options={words}" for group, words in options.items()]
     steps = workflow.Config(
         file=str(_JOBS / "workflows" / "faq.yaml"),
         set=tuple(setting.replace("$", "$$") for setting in settings),
@@ -201,6 +205,8 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
         response_column=config.answer or pairs.Options.response_column,
         encoding=config.encoding,
         delimiter=config.delimiter,
+        # Of a table that is called train.csv or test.csv, all rows would be in one split.
+        split_by="groups" if all(named_split(storage.name_of(file)) for file in files) else "names",
     )
     _require_rows(config.table, files, options)
     options, _ = pairs.with_guessed_columns(files, options, raw.Reading())
@@ -245,7 +251,7 @@ def _require_named(config: Config, files: list[str], options: pairs.Options) -> 
     ]
     if lacking := [what for what, names in guessed.items() if not names]:
         whats, flags = "s or ".join(lacking), " and ".join(f"--{what}" for what in lacking)
-        reason = f"no column has a usual name for {whats}s; choose by {flags}: {', '.join(columns)}"
+        reason = f"no column has a usual name for {whats}s; choose by {flags}: {tables.names_text(columns)}"
         faults.append(reason + (hint or _header_hint(columns)))
     if faults:
         raise BadInput(f"{config.table}: {'; '.join(faults)}")

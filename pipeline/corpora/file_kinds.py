@@ -32,7 +32,11 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     ),
     (rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd", "compressed twice; decompress it once"),
     (
-        rb"ARROW1\0|\xff{4}.{3}\0|Obj\x01|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|\x80[\x02-\x05]",
+        rb"ARROW1\0|\xff{4}.{3}\0",
+        "an Arrow file (Feather, or save_to_disk of datasets); write Parquet, as by Dataset.to_parquet",
+    ),
+    (
+        rb"Obj\x01|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|\x80[\x02-\x05]",
         "binary data; convert it to Parquet or JSON lines",
     ),
     (
@@ -93,14 +97,16 @@ def is_in(data: bytes, encoding: str) -> bool:
 def not_utf8(uri: str, number: int, data: bytes, option: str, guess: str = "cp1252") -> BadInput:
     """The refusal of a line that is not UTF-8. `option` sets the encoding; "": nothing does.
 
-    The usual guess is Windows' encoding, which is Latin-1 with more letters, unless it lacks these bytes.
+    The usual guess is Windows' encoding, which is Latin-1 with more letters, unless it lacks these bytes, or
+    four letters in a row would have accents: then it is a text in Chinese, Cyrillic or Arabic.
     """
     if number == 1 and guess == "cp1252" and _CONTROL.search(data):
         return BadInput(
             f"{uri}: no text; it may be compressed in an unknown way, encrypted or binary data"
         )
-    if guess == "cp1252" and not is_in(data, guess):
-        advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
+    if guess == "cp1252" and (not is_in(data, guess) or re.search(rb"[\x80-\xff]{4}", data)):
+        known = ", such as gb18030 or cp1251"
+        advice = f"; name its encoding by --{option}{known}" if option else "; convert it to UTF-8"
         return BadInput(f"{uri}, line {number}: not UTF-8{advice}")
     text = data.decode(guess, errors="ignore").removeprefix("\ufeff").split("\n")[0]
     first = next((place for place, letter in enumerate(text) if not letter.isascii()), 0)

@@ -29,7 +29,7 @@ ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one 
 # An Arrow column of text holds 2 GiB, and a character has up to 4 bytes.
 _CHARACTERS_PER_SHARD = 1 << 28
 
-_DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md", re.IGNORECASE)
+_DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md|dataset_(dict|infos?)\.json", re.IGNORECASE)
 
 ParsedRow = dict[str, Any]
 
@@ -145,7 +145,7 @@ def _overlaps(draft: Draft, records: Sequence[FileRecord]) -> list[FileRecord]:
 
 
 def is_document(uri: str) -> bool:
-    """Whether a file describes the files beside it, by its name: README, LICENSE, *.md."""
+    """Whether a file describes the files beside it, by its name: README, LICENSE, *.md, dataset_info.json."""
     return _DOCUMENT.fullmatch(storage.name_of(uri)) is not None
 
 

@@ -351,6 +351,14 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
     assert "port: 70000 is not allowed; allowed: 1 to 65535" in said
 
 
+def test_a_table_that_is_called_as_a_split_is_divided_all_the_same(run_job_here, tmp_path):
+    """Of test.csv all rows were in test/, so there was none to train or to ask."""
+    table = tmp_path / "test.csv"
+    table.write_text("question,answer\nhow ?,so\nwhen ?,now\n")
+    done = run_job_here("faq", table, "--dry-run")
+    assert "--pairs.shares 0.85 0.15 0 --pairs.split-by groups --output" in done.stdout
+
+
 def test_names_with_spaces_and_dollars_reach_the_steps(run_job_here, tmp_path):
     table = tmp_path / "my $faq.csv"
     table.write_text("the question,$answer\nhow ?,so\nwhen ?,now\n")

@@ -342,7 +342,8 @@ DIALOGUE = {"persona": ["i paint ."], "dialogue": [["how are you ?", "great , i 
 
 
 def test_a_document_beside_the_data_is_set_aside_and_noted(prepare):
-    documents = {"README.md": b"# Files\nof 2011\n", "readme.txt": b"Files\n", "LICENSE": b"MIT\n"}
+    documents = {"README.md": b"# Files\nof 2011\n", "readme.txt": b"Files\n", "LICENSE": b"MIT\n",
+                 "dataset_infos.json": b"{}"}  # fmt: skip
     files = {"train.json": json.dumps([DIALOGUE] * 200).encode(), **documents}
     summary = prepare(files, corpus="convai2").summary
     assert summary["counts"]["records"] == summary["counts"]["examples"] == 200

@@ -72,8 +72,9 @@ class Options(tables.TableFormat):
     split_column: str = ""
     """train, valid (or dev, val, validation) or test."""
     split_by: Literal["names", "groups"] = "names"
-    """Without a split column. `names`: files or folders called train…, valid…, dev… or test… are that
-    split, and the groups of other files are divided. `groups`: the groups of all files are divided."""
+    """Without a split column. `names`: files called train…, valid…, dev… or test…, and files of one of
+    several folders called so, are that split, and the groups of other files are divided. `groups`: the
+    groups of all files are divided."""
     shares: tuple[float, float, float] = (0.9, 0.05, 0.05)
     """The shares of train, valid and test by which groups are divided."""
     earlier_turns: Literal["off", "numbered"] = "off"
@@ -166,8 +167,9 @@ def input_names(uris: Sequence[str], options: Options) -> Callable[[str], str]:
     root = _common_folder(uris)
 
     def input_name(uri: str) -> str:
-        path, split = storage.without_query(uri).removeprefix(root), _split_of_file(uri, options)
-        return f"{split}: {path}" if split and not named_split(storage.name_of(uri)) else path
+        path = storage.without_query(uri).removeprefix(root)
+        split = _split_of_file(path, options)
+        return f"{split}: {path}" if split and not named_split(storage.name_of(path)) else path
 
     return input_name
 
@@ -179,10 +181,12 @@ def prepare(
 
     Raises BadInput where two rows have one id, or a group is in two splits: both are the user's.
     """
-    parse_file = functools.partial(parse, options=options, root=_common_folder(uris))
+    root = _common_folder(uris)
+    parse_file = functools.partial(parse, options=options, root=root)
     label = "pairs: files to examples"
     records = file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
-    split_counts = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
+    paths = [storage.without_query(uri).removeprefix(root) for uri in uris]
+    split_counts = Counter(split for path in paths if (split := _split_of_file(path, options)))
     shards = [draft.path(file["path"]) for record in records for file in record.files]
     if options.id_column and shards:
         _check_ids(shards, options)
@@ -199,7 +203,8 @@ def parse(
     uri: str, reading: raw.Reading, report: file_tasks.ParseReport, options: Options, root: str
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
-    name, file_split = storage.without_query(uri).removeprefix(root), _split_of_file(uri, options)
+    name = storage.without_query(uri).removeprefix(root)
+    file_split = _split_of_file(name, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
     named_columns = set(options.columns.values())
 
@@ -233,12 +238,15 @@ def _common_folder(uris: Sequence[str]) -> str:
     return os.path.commonprefix(folders).rpartition("/")[0] + "/"  # noqa: RUF071
 
 
-def _split_of_file(uri: str, options: Options) -> Split | None:
+def _split_of_file(path: str, options: Options) -> Split | None:
+    """`path`: below the folder that holds all files. That folder's name says nothing: people work in a
+    folder called dev or test."""
     if options.split_by != "names" or options.split_column:
         return None
-    folder = storage.name_of(storage.parent_of(uri)).rpartition("=")[2]  # Hive's split=train
+    folder, _, name = path.rpartition("/")
+    folder = folder.rpartition("/")[2].rpartition("=")[2]  # Hive's split=train
     # A folder test_run says nothing of its files.
-    return named_split(storage.name_of(uri)) or (named_split(folder) if folder.isalpha() else None)
+    return named_split(name) or (named_split(folder) if folder.isalpha() else None)
 
 
 def _is_blank(side: str | list[str]) -> bool:
@@ -338,11 +346,13 @@ def _key(row: dict[str, Any], column: str) -> str:
 
 
 def _text(row: dict[str, Any], column: str) -> str:
-    value = row.get(column)
-    if value is None:
+    """ "" for null, as Parquet and JSON have an empty cell."""
+    if column not in row:
         raise Malformed(f"no {column}")
+    value = "" if row[column] is None else row[column]
     if not raw.is_text(value):
-        raise Malformed(f"{column} is no text")
+        kind = "broken text" if isinstance(value, str) else type(value).__name__
+        raise Malformed(f"{column}: {kind}; allowed: text")
     return value
 
 

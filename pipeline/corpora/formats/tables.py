@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import re
+import textwrap
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,7 @@ _FIRST_LINE = " (which its first line that is not blank names)"
 _WHOLE_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.0")  # as pandas writes integers with a gap
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # a first line that only Excel knows
 _JSON_BEGINNING = re.compile(r"\s*(?:\{|\[\s*(?:\{|$))")
+_SHOWN_NAMES, _SHOWN_CHARACTERS = 50, 60
 _OTHER_DELIMITERS = ";\t|"
 # As SQL, pandas and Excel write an empty cell. "None" and "N/A" may be the right answer of a FAQ.
 _EXCEL_ERRORS = frozenset(["#N/A", "#REF!", "#NAME?", "#VALUE!", "#DIV/0!", "#NUM!", "#NULL!"])
@@ -390,12 +392,19 @@ def _is_whole_table(row: Mapping[str, Any]) -> bool:
 
 
 def nested_hint(rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
-    """For one object with a list of objects, the list's name and its columns; for rows that hold objects, the
-    names of the texts in them; "" for other files."""
+    """For one object with a list of objects, the list's name and its columns; for rows that hold objects, or
+    dialogues as lists of objects, the names of the texts in them; "" for other files."""
     for name, value in rows[0][1].items():
-        if len(rows) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             columns = ", ".join(map(str, value[0]))
-            return f" ('{name}' is a list of objects with {columns}: save this list alone)"
+            if len(rows) == 1:
+                return (f" ('{name}' is a list of objects with {columns}: save this list alone, as by "
+                        f"jq -c '.{name}[]')")  # fmt: skip
+            texts = {key: text for key, text in value[0].items() if isinstance(text, str)}
+            if texts:
+                text = max(texts, key=lambda key: len(texts[key]))
+                return (f" ('{name}' holds lists of objects with {columns}; if these are turns: jq -c "
+                        f"'{{context: [.{name}[:-1][].{text}], response: .{name}[-1].{text}}}')")  # fmt: skip
         if isinstance(value, dict) and any(isinstance(text, str) for text in value.values()):
             names = ", ".join(key for key, text in value.items() if isinstance(text, str))
             return (f" ('{name}' holds objects with the texts {names}, and only names in the row itself are "
@@ -501,4 +510,11 @@ def _require_columns(
         named = " and ".join(f"{option}: {name!r}" for option, name in missing.items())
         verb = "is" if len(missing) == 1 else "are"
         raise BadInput(f"{named} {verb} not allowed; allowed: the columns of {uri}: "
-                       f"{', '.join(columns)}{hint or id_hint}")  # fmt: skip
+                       f"{names_text(columns)}{hint or id_hint}")  # fmt: skip
+
+
+def names_text(columns: Sequence[str]) -> str:
+    """The names for a message: a table without names has texts there, and some tables have thousands."""
+    shown = [textwrap.shorten(name, _SHOWN_CHARACTERS, placeholder="…") for name in columns]
+    more = len(shown) - _SHOWN_NAMES
+    return ", ".join(shown[:_SHOWN_NAMES]) + (f" and {more:,} more" if more > 0 else "")

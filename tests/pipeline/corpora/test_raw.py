@@ -160,6 +160,15 @@ def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, gues
         list(read_lines(file(text.encode(encoding)), Reading()))
 
 
+@pytest.mark.parametrize("encoding", ["gb18030", "cp1251", "cp1256", "cp874"])
+def test_lines_of_another_script_are_not_guessed_to_be_latin(file, encoding):
+    """Chinese was said to be Latin-1: ÎÒµÄ¿¨, which the advice read so."""
+    words = {"gb18030": "我的卡", "cp1251": "где карта", "cp1256": "بطاقتي", "cp874": "บัตร"}
+    text = "plain\n" * 9 + f"{words[encoding]}\n" * 5
+    with pytest.raises(BadInput, match=r"line 10: not UTF-8; convert it to UTF-8$"):
+        list(read_lines(file(text.encode(encoding)), Reading()))
+
+
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
@@ -170,7 +179,7 @@ def test_lines_of_another_encoding_are_refused_with_a_guess(file, encoding, gues
         (b"\x04\x22\x4d\x18abcd", "compressed in another way"),
         (zlib.compress(b"a line\n", 9), "compressed in another way"),
         (b"PAR1" + b"\0" * 40, "Parquet"),
-        (b"\xff\xff\xff\xff\x10\x02\0\0" + b"\x10\0\0\0" * 20, "binary data"),
+        (b"\xff\xff\xff\xff\x10\x02\0\0" + b"\x10\0\0\0" * 20, "an Arrow file .*to_parquet"),
         (b"PK\x05\x06" + b"\0" * 18, "another ZIP archive"),
         (b"SQLite format 3\0" + b"\x10\0" * 20, "binary data"),
         (b"%PDF-1.4\n1 0 obj\n", "a document"),

@@ -80,7 +80,9 @@ def test_a_broken_line_of_a_utf8_file_is_damage_and_counted(tmp_path):
 
 def test_a_broken_byte_that_no_guess_explains_is_refused(tmp_path):
     message = refusal(tmp_path / "x.csv", b"context,response\nhm \x81 ?,so\n")
-    assert message.endswith("line 2: not UTF-8; name its encoding by --pairs.encoding")
+    assert message.endswith(
+        "line 2: not UTF-8; name its encoding by --pairs.encoding, such as gb18030 or cp1251"
+    )
 
 
 def test_another_encoding_than_the_named_one_is_refused(tmp_path):

@@ -188,10 +188,10 @@ def test_ids_and_groups_of_a_column_with_gaps_are_whole_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"context": None}, "no context"),
-        ({"context": "\ud83d"}, "context is no text"),
+        ({"context": "\ud83d"}, "context: broken text; allowed: text"),
         ({"context": ["hi", None]}, "context is no list of texts"),
-        ({"response": ["fine ."]}, "response is no text"),
+        ({"response": ["fine ."]}, "response: list; allowed: text"),
+        ({"response": 12}, "response: int; allowed: text"),
         ({"group": ""}, "no group"),
         ({"group": {"a": 1}}, "group: dict; allowed: text, numbers, dates"),
         ({"id": [1]}, "id: list; allowed: text, numbers, dates"),
@@ -222,6 +222,8 @@ def test_a_row_that_does_not_fit_is_set_aside_and_the_rest_is_read(tmp_path, cha
         ({"context": [" ", "\n"]}, "context"),
         ({"context": []}, "context"),
         ({"response": " \t"}, "response"),
+        ({"context": None}, "context"),  # as CSV's empty cells, and null in embed_pool
+        ({"response": None}, "response"),
     ],
 )
 def test_a_row_without_text_is_counted(tmp_path, change, side):
@@ -284,6 +286,14 @@ def test_the_job_says_which_files_are_a_split_by_their_name(prepare_here, tmp_pa
     ]
     assert {row["example_id"] for row in found.rows} == {f"{name}/1" for name in names}
     assert prepare_here(pairs.prepare, files, Options(split_by="groups")).notes == []
+
+
+def test_the_folder_that_holds_all_files_names_no_split(prepare_here, tmp_path):
+    """`polyrank faq faq.csv` in ~/dev had no example to train on."""
+    rows = [{**ASKED, "context": f"how are you {n} ?"} for n in range(100)]
+    found = prepare_here(pairs.prepare, [write(tmp_path / "dev" / "faq.jsonl", rows)], Options())
+    assert found.notes == []
+    assert {row["split"] for row in found.rows} > {"train"}
 
 
 def test_a_column_of_splits_decides_alone(tmp_path):

@@ -162,6 +162,20 @@ def test_a_table_under_a_key_is_refused_with_its_name_and_columns(tmp_path, inde
         read(tmp_path / "rows.json", data.encode())
 
 
+def test_rows_of_turns_are_refused_with_what_makes_pairs_of_them(tmp_path):
+    """The form of chats, as {"messages": [{"role": …, "content": …}, …]}."""
+    turns = [
+        {"role": "user", "content": "how are you ?"},
+        {"role": "assistant", "content": "fine ."},
+    ]
+    with pytest.raises(BadInput) as refusal:
+        read(tmp_path / "rows.jsonl", as_json([{"messages": turns}] * 2))
+    assert str(refusal.value).endswith(
+        ": messages ('messages' holds lists of objects with role, content; if these are turns: jq -c "
+        "'{context: [.messages[:-1][].content], response: .messages[-1].content}')"
+    )
+
+
 def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     many = [{"a": "x" * 100_000, "b": str(number)} for number in range(120)]
     rows, report = read(tmp_path / "rows.json", json.dumps(many).encode())
@@ -365,6 +379,15 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, for
     assert str(refusal.value) == (
         f"pairs.id_column: 'key' is not allowed; allowed: the columns of {file}: a, b"
     )
+
+
+def test_of_many_or_long_names_of_columns_some_are_shown(tmp_path):
+    """A refusal of 27 kB for a table of 4,000 columns, and passages for one without names."""
+    names = ["passage " * 50, *(f"c{number}" for number in range(3999))]
+    with pytest.raises(BadInput) as refusal:
+        read(tmp_path / "rows.csv", ",".join(names).encode() + b"\n")
+    assert "passage…, c0, c1" in str(refusal.value)
+    assert "c48 and 3,950 more (which" in str(refusal.value) and len(str(refusal.value)) < 600
 
 
 def test_a_column_of_json_lines_may_be_absent_from_some(tmp_path):
