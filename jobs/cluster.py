@@ -134,7 +134,8 @@ def require_own_packages() -> None:
 
     Ray's processes look there first."""
     folder = Path.cwd()
-    if folder == _ROOT:
+    is_submitted = "working_dir_files" in _ROOT.parts  # the folder is then a copy of _ROOT
+    if is_submitted or folder == _ROOT:
         return
     for name in _PACKAGES:
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):

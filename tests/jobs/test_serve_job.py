@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,18 @@ from tests.helpers import free_port
 def test_what_cannot_be_served_is_one_line(run_job_here, tiny_ranker, arguments, message):
     refusal = run_job_here("serve", "--model", tiny_ranker("bi").uri, *arguments).refusal
     assert message in refusal
+
+
+def test_the_copy_of_a_submitted_jobs_code_is_polyranks_own(tmp_path, monkeypatch):
+    """Ray unpacks it below working_dir_files; the job works in a copy of that (jobs.program)."""
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(serve_job.cluster.BadInput):
+        serve_job.cluster.require_own_packages()
+    unpacked = Path("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")
+    monkeypatch.setattr(serve_job.cluster, "_ROOT", unpacked)
+    serve_job.cluster.require_own_packages()
 
 
 def test_a_taken_port_and_a_model_that_is_none_are_refused(
