@@ -286,6 +286,13 @@ def test_nodes_get_the_lock_and_the_token_that_clients_need(config):
     assert "--dashboard-host=127.0.0.1" in start_line(config, "head")
 
 
+def test_the_head_of_own_machines_has_the_address_of_the_file_and_starts_all_workers(tmp_path):
+    head_ip = ON_PREMISE["provider"]["head_ip"]
+    assert f" --node-ip-address={head_ip} " in start_line(ON_PREMISE, "head")
+    # Version 2 starts one.
+    assert environment_of_ray(ON_PREMISE, "head", tmp_path)["RAY_enable_autoscaler_v2"] == "0"
+
+
 @pytest.mark.parametrize("node", ["head", "worker"])
 @pytest.mark.parametrize("config", [CLUSTER, ON_PREMISE], ids=["aws", "onpremise"])
 def test_nodes_start_ray_with_tokens_and_haproxy(config, node, tmp_path):

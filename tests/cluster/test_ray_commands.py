@@ -77,6 +77,7 @@ def started() -> Iterator[Head]:
     assert stop == "~/venv/bin/ray stop"  # it would end every Ray of this machine
     start = start.replace("--port=6379", f"--port={head.port} --dashboard-port={head.jobs_port}")
     start = start.replace("/mnt/scratch", scratch).replace("ulimit -n 65536", "true")
+    start = start.replace("10.0.0.10", "127.0.0.1")
     start = start.replace(" --autoscaling-config=~/ray_bootstrap_config.yaml", "")
     start += f" --temp-dir={home}/t --dashboard-agent-listen-port={free_port()}"
     start += f" --object-store-memory={100 << 20}"
