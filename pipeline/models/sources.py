@@ -77,8 +77,7 @@ class HubModel:
     revision: str
 
     def local(self) -> Path:
-        folder = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
-        return Path(folder)
+        return fetch_from_hub(self.name, self.revision)  # a node may have no way to the hub
 
 
 def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
@@ -197,13 +196,13 @@ def open_external(uri: str) -> tuple[External, dict[str, Any]]:
     return source, _reference(uri, source)
 
 
-def fetch_from_hub(name: str) -> Path:
+def fetch_from_hub(name: str, revision: str | None = None) -> Path:
     """The snapshot of a model of the Hugging Face hub, on this node's disk.
 
     Raises BadInput where there is none, or where the hub is out of reach.
     """
     try:
-        return Path(snapshot_download(name, allow_patterns=_FROM_HUB))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FROM_HUB))
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: no such folder, nor to be had from the hub ({reason})") from None

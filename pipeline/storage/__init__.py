@@ -11,6 +11,7 @@ npy, prefetch  arrays as files; reading ahead
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
@@ -18,7 +19,7 @@ import posixpath
 import re
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -36,6 +37,7 @@ from pipeline.storage.prefetch import map_prefetched
 _AHEAD_BYTES = 8 << 20
 _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
+_LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)")
@@ -178,16 +180,26 @@ def sizes_below(uri: str) -> dict[str, int]:
 def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
     """(path, bytes). pyarrow would follow links that lead in a circle, up to 2^40 times."""
     visited = set[str]()
-    for folder, folders, names in os.walk(root, followlinks=True):
+
+    def fail(error: OSError) -> None:
+        # Else a folder that may not be read, or a network disk that is away, would count as empty.
+        path = str(error.filename).removeprefix(root).strip("/")
+        if error.errno not in _LEADS_NOWHERE and not (path and is_hidden(path)):
+            raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
         if (place := os.path.realpath(folder)) in visited:
             folders.clear()
             continue
         visited.add(place)
         folders.sort()
         for path in (Path(folder, name) for name in names):
-            # A link may lead nowhere, and a file may be removed meanwhile.
-            with suppress(FileNotFoundError):
+            try:
                 size = path.stat().st_size
+            except OSError as error:  # a link may lead nowhere, and a file may be removed meanwhile
+                if error.errno not in _LEADS_NOWHERE:
+                    raise
+            else:
                 if path.is_file():
                     yield path.relative_to(root).as_posix(), size
 
@@ -274,8 +286,8 @@ class RetriedInput(io.RawIOBase):
     says that the store has failed.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._size = stream, int(stream.size())
+    def __init__(self, uri: str, stream: Any) -> None:
+        self._uri, self._stream, self._size = uri, stream, int(stream.size())
         self._position = 0
         self._held, self._held_start = b"", 0
         self.error: OSError | None = None
@@ -312,11 +324,24 @@ class RetriedInput(io.RawIOBase):
 
     def _fetch(self, start: int, length: int) -> bytes:
         try:
-            data: bytes = with_retries(lambda: self._stream.read_at(length, start))
+            return read_range(self._uri, self._stream, start, length)
         except OSError as error:
             self.error = error
             raise
+
+
+def read_range(uri: str, stream: Any, start: int, length: int) -> bytes:
+    """So many bytes of a stream of `open_input`, fewer only at its end. A read that fails is tried again, and
+    so is one that ends early: pyarrow takes the answer of a store as it is, also where a proxy has cut it."""
+
+    def read() -> bytes:
+        data: bytes = stream.read_at(length, start)
+        expected = max(0, min(length, stream.size() - start))
+        if len(data) < expected:
+            raise OSError(f"{uri}: {len(data):,} bytes came of {expected:,}")
         return data
+
+    return with_retries(read)
 
 
 def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:
@@ -326,21 +351,18 @@ def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[by
         end = stream.size() if end is None else end
         starts = range(start, end, _AHEAD_BYTES)
 
-        def read_range(offset: int) -> bytes:
-            data: bytes = with_retries(
-                lambda: stream.read_at(min(_AHEAD_BYTES, end - offset), offset)
-            )
-            return data
+        def read(offset: int) -> bytes:
+            return read_range(uri, stream, offset, min(_AHEAD_BYTES, end - offset))
 
         if is_local(uri):
-            yield from map(read_range, starts)
+            yield from map(read, starts)
         else:
-            yield from map_prefetched(read_range, starts, _RANGES_AHEAD, _RANGES_AHEAD)
+            yield from map_prefetched(read, starts, _RANGES_AHEAD, _RANGES_AHEAD)
 
 
 def read_bytes(uri: str) -> bytes:
     with open_input(uri) as stream:
-        return RetriedInput(stream).read()
+        return RetriedInput(uri, stream).read()
 
 
 def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
@@ -400,17 +422,26 @@ def _write_temporary(path: Path, pieces: Iterable[bytes | pa.Buffer]) -> Path:
     `remove_unfinished`."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
     try:
-        with temporary.open("wb") as stream:
+        with naming(path), temporary.open("wb") as stream:
             for piece in pieces:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-    except BaseException as error:  # such as a full disk, which half a file should not fill further
+    except BaseException:  # such as a full disk, which half a file should not fill further
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # it says which disk
         raise
     return temporary
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system that names no file, such as that of a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:  # without a number the text would be lost
+            error.filename = str(path)  # it says which disk
+        raise
 
 
 def remove_unfinished(uri: str, deep: bool = True) -> None:

@@ -30,15 +30,19 @@ _STORAGE_ERRORS = {
     errno.EIO,
 }  # fmt: skip
 
-# What stores call it, and what a person should know. Another try mends none of them.
+# What stores call it, and what a person should know. Another try mends none of them. A refusal by obstore has
+# its own words before the store's code.
 _STORE_REFUSALS = {
     "NO_SUCH_BUCKET|NoSuchBucket":
         "there is no such bucket",
-    r"ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|Generic \w+ error(?=.*403 Forbidden)":
-        "the object store refuses access: no credentials, or a role without this right",
+    "REQUEST_TIME_TOO_SKEWED|RequestTimeTooSkewed":
+        "this machine's clock and the object store's differ by too much",
     "INVALID_ACCESS_KEY_ID|InvalidAccessKeyId|UNRECOGNIZED_CLIENT|SIGNATURE_DOES_NOT_MATCH|"
     "SignatureDoesNotMatch|INVALID_CLIENT_TOKEN_ID|EXPIRED_TOKEN|ExpiredToken":
         "the object store does not accept the credentials",
+    r"ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|Generic \w+ error(?=.*403 Forbidden)|"
+    "lacked the necessary privileges|not have valid authentication credentials":
+        "the object store refuses access: no credentials, or a role without this right",
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"

@@ -74,5 +74,5 @@ def _describe_contents(uri: str, whole: bool) -> str:
         with storage.open_input(uri) as stream:
             for number in range(16):
                 offset = (size - _PIECE_BYTES) * number // 15
-                digest.update(stream.read_at(_PIECE_BYTES, offset))
+                digest.update(storage.read_range(uri, stream, offset, _PIECE_BYTES))
     return f"{size} {digest.hexdigest()}{mtime_text}\n"

@@ -47,7 +47,8 @@ class LeaseFile:
 
     def start(self) -> bool:
         """Makes the file; False where there is one already."""
-        if not storage.create_bytes(self.uri, self._text()):
+        # A lost answer to our own request, which was sent again, reads as if another were there.
+        if not storage.create_bytes(self.uri, self._text()) and not self.is_ours():
             return False
         self._thread.start()
         return True
@@ -114,9 +115,9 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
         raise Stopped(f"{subject}: {_describe(winner) if winner else 'another job'} works on it")
     if holder:
         print(f"{subject}: took over the lock of {_describe(holder)} who is gone", flush=True)
-    for number in numbers:
-        storage.delete(_path(folder, number))
     try:
+        for number in numbers:
+            storage.delete(_path(folder, number))
         yield Lock(subject, folder, last_number + 1, lease_file)
     finally:
         lease_file.stop()

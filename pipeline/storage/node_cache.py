@@ -145,8 +145,9 @@ def _copy(uri: str, path: Path, start: int, length: int) -> None:
         return data
 
     data = with_retries(read)
-    with path.open("r+b") as file:
-        os.pwrite(file.fileno(), data, start)
+    with storage.naming(path), path.open("r+b") as file:
+        file.seek(start)
+        file.write(data)  # all of it, where os.pwrite writes what there is room for
 
 
 def cache_folder() -> Path:

@@ -99,7 +99,7 @@ def read(
     column that the file lacks.
     """
     with storage.open_input(uri) as stream:
-        is_parquet = storage.RetriedInput(stream).read(4) == b"PAR1"
+        is_parquet = storage.RetriedInput(uri, stream).read(4) == b"PAR1"
     if is_parquet:
         return _parquet_rows(uri, option_columns, takes_column, report, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, report.notes)
@@ -137,7 +137,7 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
     """A Parquet file in pieces of at least `least_rows` rows, but for the last. Empty for other files, and
     for broken ones, which `read` refuses."""
     with storage.open_input(uri) as stream:
-        stored = storage.RetriedInput(stream)
+        stored = storage.RetriedInput(uri, stream)
         if stored.read(4) != b"PAR1":
             return []
         try:
@@ -445,7 +445,7 @@ def _parquet_rows(
 ) -> Rows:
     number = groups.rows_before if groups else 0
     with storage.open_input(uri) as stream:
-        stored = storage.RetriedInput(stream)
+        stored = storage.RetriedInput(uri, stream)
         try:
             file = pq.ParquetFile(stored, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             names = file.schema_arrow.names

@@ -116,6 +116,21 @@ def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
         open_tokenizer("a/empty", "--start")
 
 
+def test_a_node_without_a_way_to_the_hub_says_so_in_one_line(tiny, tmp_path, monkeypatch):
+    shutil.copytree(tiny.encoder_folder(), tmp_path / "c0ffee")
+    monkeypatch.setattr(sources, "snapshot_download", lambda *_, **__: str(tmp_path / "c0ffee"))
+    source, _ = open_encoder("somebody/model")
+
+    def fetch(*_: object, **__: object) -> str:
+        raise RuntimeError("no network\nat all")
+
+    monkeypatch.setattr(sources, "snapshot_download", fetch)
+    with pytest.raises(
+        BadInput, match=r"^somebody/model: no such folder, nor .* hub \(no network\)$"
+    ):
+        source.local()
+
+
 def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):
     rows = [{"context": [f"w{n}"], "response": f"w{n + 50}"} for n in range(40)]
     corpus, encoder = tiny.corpus(rows), published(tiny.encoder_folder(), "encoder", tmp_path)

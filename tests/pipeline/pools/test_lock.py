@@ -133,6 +133,15 @@ def test_of_two_in_an_object_store_at_one_moment_only_the_later_one_may_publish(
     fsspec.filesystem("memory").store.clear()
 
 
+def test_a_lock_whose_making_was_answered_too_late_is_held(tmp_path, monkeypatch):
+    """A store has made the file, its answer was lost, and the client's second request finds the file."""
+    create = storage.create_bytes
+    monkeypatch.setattr(storage, "create_bytes", lambda *file: create(*file) and create(*file))
+    with locked(str(tmp_path), "p", 60) as held:
+        held.check()
+    assert files(str(tmp_path)) == []
+
+
 def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
     with locked(pools, "p", 60) as held:
         first = json.loads(storage.read_bytes(held.lease_file.uri))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
-from pipeline.storage import node_cache
+from pipeline.storage import failures, node_cache
 
 
 def write(folder: Path, *names: str) -> list[str]:
@@ -42,6 +44,31 @@ def test_a_file_with_several_names_by_links_comes_once(tmp_path):
     assert storage.expand([str(tmp_path)]) == [a]
     linked = str(tmp_path / "latest" / "a")
     assert storage.expand([linked, str(tmp_path)]) == [linked]
+
+
+def test_a_link_to_itself_is_no_file(tmp_path):
+    (a,) = write(tmp_path, "a")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    assert storage.expand([str(tmp_path)]) == [a]
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """A network disk that is away for a moment would leave files out of a corpus. What lies in a hidden
+    folder is not read, such as the trash of another user."""
+    (a,) = write(tmp_path, "x/a", "x/deep/b", "x/.Trash/c")[:1]
+    scandir, away = os.scandir, {str(tmp_path / "x" / ".Trash")}
+
+    def refusing(folder):
+        if str(folder) in away:
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert a in storage.expand([str(tmp_path / "x")])
+    for folder in ("x/deep", "x"):
+        away.add(str(tmp_path / folder))
+        with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / folder}'$"):
+            storage.expand([str(tmp_path / "x")])
 
 
 @pytest.mark.parametrize("root", ["file://", "file:", "file://localhost"])
@@ -170,6 +197,49 @@ def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_copy_that_the_disk_has_half_of_the_room_for_is_none(memory, tmp_path, monkeypatch):
+    """A system writes as much as there is room for, and a file has its size from the start."""
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    storage.write_bytes(storage.join(memory, "model", "weights"), b"." * 100_000)
+    lay_out, limits = node_cache._lay_out, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def lay_out_then_fill_the_disk(*arguments):
+        lay_out(*arguments)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+
+    monkeypatch.setattr(node_cache, "_lay_out", lay_out_then_fill_the_disk)
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}.*/weights'$"):
+            node_cache.local_folder(storage.join(memory, "model"), "v")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+class EndsEarly(io.BytesIO):
+    """A stream of pyarrow whose first answers are cut."""
+
+    cuts = 1
+
+    def size(self) -> int:
+        return len(self.getvalue())
+
+    def read_at(self, length: int, start: int) -> bytes:
+        data = self.getvalue()[start : start + length]
+        self.cuts -= 1
+        return data if self.cuts < 0 else data[: len(data) // 2]
+
+
+def test_an_answer_that_ends_early_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(failures.time, "sleep", lambda _: None)
+    monkeypatch.setattr(storage, "open_input", lambda uri: EndsEarly(b"0123456789"))
+    assert storage.read_bytes("s3://bucket/a") == b"0123456789"
+    assert b"".join(storage.read_ahead("s3://bucket/a", 2, 12)) == b"23456789"
+    monkeypatch.setattr(EndsEarly, "cuts", 9)
+    with pytest.raises(OSError, match=r"^s3://bucket/a: 5 bytes came of 10$"):
+        storage.read_bytes("s3://bucket/a")
+
+
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_path, monkeypatch):
     (uri,) = write(tmp_path, "a")
 
@@ -247,3 +317,22 @@ def test_a_download_that_fails_is_no_use_of_the_copy(memory, tmp_path, monkeypat
 def test_a_local_folder_is_its_own_copy(tmp_path):
     assert node_cache.local_folder(str(tmp_path), "v1") == tmp_path
     assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "meaning"),
+    [
+        ("RequestTimeTooSkewed", "this machine's clock and the object store's differ by too much"),
+        ("ExpiredToken", "the object store does not accept the credentials"),
+        ("AccessDenied", "the object store refuses access: no credentials, or a role without this"),
+        ("Of a proxy", "the object store refuses access: no credentials, or a role without this"),
+    ],
+)
+def test_the_refusal_of_a_lock_says_what_its_code_means(code, meaning):
+    """As obstore says it, whose own words come before the store's code."""
+    said = (
+        "s3://b/a/lock: The operation lacked the necessary privileges to complete for path a/lock: Error "
+        "performing PUT http://store/b/a/lock in 1.2ms - Server returned non-2xx status code: 403 "
+        f"Forbidden: <?xml version='1.0'?><Error><Code>{code}</Code></Error>"
+    )
+    assert failures.store_refusal(OSError(said)).startswith(f"s3://b/a/lock: {meaning}")
