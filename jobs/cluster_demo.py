@@ -73,6 +73,10 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
+    if not (_ROOT / "cluster.onpremise.yaml").exists():
+        raise BadInput(
+            "cluster_demo: an installed package lacks the files of a cluster; run it in a checkout"
+        )
     machine = _Machine(Path(config.work), config.ports_from)
     # Servers are stopped, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

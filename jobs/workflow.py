@@ -31,6 +31,7 @@ from jobs import program
 from jobs.__main__ import VERBS
 from pipeline.config import BadInput, Stopped, parse, require
 from pipeline.engine import executors
+from pipeline.options.arguments import installed_file
 
 _ROOT = Path(__file__).parents[1]
 _JOBS = ("python", "-m")
@@ -135,7 +136,7 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
     Raises BadInput for a file that is no workflow and for a variable without a value.
     """
     try:
-        document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        document = yaml.safe_load(Path(installed_file(file)).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise BadInput(f"{file}: not a workflow ({error})") from None
     has_known_keys = isinstance(document, dict) and set(document) <= {"variables", "steps"}

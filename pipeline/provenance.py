@@ -28,6 +28,8 @@ def _revision_of_checkout() -> str | None:
         return run.stdout.strip()
 
     try:
+        # A virtual environment may lie in the checkout of another project.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short=12", "HEAD") + (
             "+" if git("status", "--porcelain") else ""
         )

@@ -29,6 +29,7 @@ from ray._private import ray_constants
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
+from jobs import packages, workflow
 from jobs.benchmarks.paper import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
@@ -232,6 +233,21 @@ def test_recipes_are_found_outside_a_checkout_unless_there_is_another_file(tmp_p
     assert parse(config_of("finetune"), argv, "test").ranker.architecture == "bi"
     with pytest.raises(BadInput, match="does not exist"):
         parse(config_of("finetune"), ["--config", "jobs/configs/nope.yaml", *argv[2:]], "test")
+    assert workflow.read_steps("jobs/workflows/faq.yaml")[-1].verb == "serve"
+
+
+def test_an_installed_package_has_the_files_that_code_reads_and_its_types():
+    data = SETTINGS["tool"]["setuptools"]["package-data"]
+    folders = {package: ROOT / package.replace(".", "/") for package in data}
+    installed = {
+        file
+        for package in data
+        for pattern in data[package]
+        for file in folders[package].glob(pattern)
+    }
+    files = {file for name, file in packages.files().items() if not name.endswith(".py")}
+    assert files - installed == set()
+    assert {ROOT / "pipeline" / "py.typed", ROOT / "serve" / "py.typed"} <= files
 
 
 # The cluster

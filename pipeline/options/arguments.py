@@ -44,18 +44,18 @@ def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str,
         if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
             values = [json.dumps(values)]
         if name == "--config" and values:
-            config.extend(part for file in values for part in (name, _resolve_recipe(file)))
+            config.extend(part for file in values for part in (name, installed_file(file)))
         else:
             normal.extend([name, *values])
     return config + normal
 
 
-def _resolve_recipe(file: str) -> str:
-    """The file itself; or, if the working directory has no such file, the installed recipe of that name
-    (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
-    recipe = _ROOT / file
-    is_recipe = recipe.is_relative_to(_ROOT / "jobs" / "configs") and recipe.is_file()
-    return str(recipe) if is_recipe and not Path(file).exists() else file
+def installed_file(file: str) -> str:
+    """The file itself; or, if the working directory has no such file, the installed recipe or workflow of
+    that name (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
+    installed = _ROOT / file
+    is_ours = installed.is_relative_to(_ROOT / "jobs") and installed.suffix == ".yaml"
+    return str(installed) if is_ours and installed.is_file() and not Path(file).exists() else file
 
 
 def gather_passed_on(argv: Sequence[str], field: str, groups: Collection[str]) -> list[str]:

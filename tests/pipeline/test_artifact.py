@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import storage
+from pipeline import provenance, storage
 from pipeline.artifact import Artifact, open_artifact, read_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, Stopped, identity_with
 from pipeline.corpora.raw import Reading
@@ -406,6 +407,24 @@ def test_the_manifest_tells_the_whole_ancestry(tmp_path):
     reference = child.manifest["inputs"]["input"]
     assert reference["uri"] == str(tmp_path / "parent")
     assert reference["inputs"] == {"input": SOURCE}
+
+
+def test_an_installed_package_does_not_take_the_revision_of_the_project_that_it_lies_in(
+    tmp_path, monkeypatch
+):
+    installed = tmp_path / "project" / ".venv" / "pipeline" / "provenance.py"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    for words in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "theirs")):
+        subprocess.run(("git", *words), cwd=tmp_path / "project", check=True)
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    monkeypatch.delenv("POLYRANK_GIT_REVISION", raising=False)
+    provenance._revision_of_checkout.cache_clear()
+    try:
+        assert provenance.git_revision() is None
+    finally:
+        provenance._revision_of_checkout.cache_clear()
 
 
 # Tasks
