@@ -259,6 +259,11 @@ class PackedLinear(nn.Module):
         self._bias = None if bias is None else bias.detach()
         self._activation = activation
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A laid-out tensor cannot be written, so a copy lays out its own."""
+        weight = torch_operators.plain(self._weight)
+        return PackedLinear, (weight, self._bias, self._activation)
+
     def forward(self, hidden: Tensor) -> Tensor:
         return torch_operators.linear(hidden, self._weight, self._bias, self._activation)
 

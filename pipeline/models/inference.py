@@ -9,11 +9,12 @@ precision; whatever leaves here is float32 on the CPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from pipeline.models import cpu
@@ -37,6 +38,11 @@ ItemT = TypeVar("ItemT")
 VectorsT = TypeVar("VectorsT")
 Rows = list[list[int]]
 """Token ids, of `Ranker.context_rows` or `Ranker.candidate_rows`."""
+
+
+# A forked process lacks the threads of OpenMP, and torch's first product of several threads waits for them
+# for ever; DataLoader's processes have one thread for this reason.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
@@ -69,7 +75,11 @@ def to_bf16(ranker: Ranker) -> None:
     for module in ranker.modules():
         if isinstance(module, TextEncoder):
             module.to(torch.bfloat16)
-            module.register_forward_hook(lambda module, inputs, hidden_BTD: hidden_BTD.float())
+            module.register_forward_hook(_in_float32)
+
+
+def _in_float32(module: nn.Module, inputs: object, hidden_BTD: Tensor) -> Tensor:
+    return hidden_BTD.float()
 
 
 def candidate_vectors(

@@ -26,6 +26,8 @@ N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,6 +65,10 @@ class Int8Linear(nn.Module):
         # No buffer, which `to` would round to bf16.
         self.scale_O1 = scale_O1.float()
         self._laid_out = lay_out_int8(levels_OI)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A laid-out tensor cannot be written, so a copy lays out its own."""
+        return Int8Linear, (self.levels_OI, self.scale_O1, self.bias)
 
     @classmethod
     def of(cls, layer: nn.Linear, most: int = _INT8) -> Int8Linear:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -129,6 +129,10 @@ class Tokenizer:
         self.cls: int = _special_id(tokenizer, "cls_token")
         self.sep: int = _special_id(tokenizer, "sep_token")
         self.pad: int = _special_id(tokenizer, "pad_token")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has the same settings: tokenizers writes not all of them."""
+        return Tokenizer, (self.hf,)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:

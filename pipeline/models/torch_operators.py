@@ -38,6 +38,11 @@ def lay_out(weight: Tensor) -> Tensor:
     return laid_out
 
 
+def plain(laid_out: Tensor) -> Tensor:
+    """The weight that `lay_out` was given."""
+    return laid_out.to_dense() if laid_out.is_mkldnn else laid_out
+
+
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """activation(x Wᵀ + b) in one pass, as torch's compiler has it where weights are constants."""
     if _lay_out and _linear:

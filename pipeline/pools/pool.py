@@ -53,6 +53,8 @@ from pipeline.storage import node_cache
 _FEW_NUMBERS = 1 << 24  # 64 MiB in float32: 43,000 rows of 384 dimensions
 
 if TYPE_CHECKING:
+    import torch
+
     from pipeline.pools.device_rows import DeviceRows
 
 CURRENT = "CURRENT"
@@ -117,7 +119,7 @@ class Pool:
         uri: str | Path,
         check: Check = "once",
         part: PoolPart | None = None,
-        device: str = "",
+        device: str | torch.device = "",
         device_dtype: DeviceDtype = "bfloat16",
     ) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
@@ -134,7 +136,7 @@ class Pool:
         if device:
             from pipeline.pools import device_rows  # torch takes seconds
 
-            place = device_rows.device_named(device)
+            place = device_rows.device_named(str(device))
         uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
             uri = storage.join(uri, version_in(storage.join(uri, CURRENT)))

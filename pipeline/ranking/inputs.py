@@ -61,7 +61,11 @@ def require_top_k(top_k: int) -> None:
 
 
 def _require_list(values: Iterable[ItemT], name: str, contents: str) -> list[ItemT]:
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+    is_table = hasattr(
+        values, "columns"
+    )  # of pandas or polars: it would give the names of its columns
+    is_no_list = isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable)
+    if is_table or is_no_list:
         raise BadInput(
             f"{name}: {_short_repr(values)} is not allowed; allowed: a list of {contents}"
         )
@@ -86,5 +90,5 @@ def _require_filled(text: object, name: str) -> None:
 
 
 def _short_repr(value: object) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

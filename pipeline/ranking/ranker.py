@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
@@ -87,12 +88,14 @@ class Ranker:
         """What the vectors of the last candidates were made from, and the vectors."""
 
     @classmethod
-    def load(cls, uri: str | Path, precision: Precision = "auto", device: str = "auto") -> Ranker:
+    def load(
+        cls, uri: str | Path, precision: Precision = "auto", device: str | torch.device = "auto"
+    ) -> Ranker:
         """Loads a ranker of jobs.finetune or jobs.convert_model, or a plain copy of its files.
 
         `uri`: a folder, here or in an object store (s3://…, gs://…), or `models:/name@alias` of MLflow's
         registry. `precision`: fp32, bf16, auto, which is bf16 where the hardware multiplies it, or int8.
-        `device`: cpu, cuda, or auto, which is a GPU if there is one.
+        `device`: cpu, cuda, a torch.device, or auto, which is a GPU if there is one.
 
         Raises BadInput if there is no ranker at the URI, or if its files are damaged.
 
@@ -117,7 +120,7 @@ class Ranker:
         max_context_tokens: int = 0,
         max_candidate_tokens: int = 0,
         precision: Precision = "auto",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         context_prompt: str | None = None,
         candidate_prompt: str | None = None,
     ) -> Ranker:
@@ -139,11 +142,13 @@ class Ranker:
             ("max_context_tokens", max_context_tokens),
             ("max_candidate_tokens", max_candidate_tokens),
         ):
-            require(value >= 0, name, value, ">= 0")
+            require(isinstance(value, Integral) and value >= 0, name, value, "a whole number >= 0")
         lengths = sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
         folder = ranker_files.external_folder(str(path))
         module = sentence_transformers.load(folder, lengths)
         prompts = {"context_prompt": context_prompt, "candidate_prompt": candidate_prompt}
+        for name, prompt in prompts.items():
+            require(prompt is None or isinstance(prompt, str), name, prompt, "a text")
         set_prompts: dict[str, Any] = {
             n: prompt for n, prompt in prompts.items() if prompt is not None
         }
@@ -247,9 +252,11 @@ class Ranker:
 
         inputs.require_top_k(top_k)
         inputs.context(context)
+        require(hasattr(pool, "require_model"), "pool", pool, "what Pool.open returns")
         pool.require_model(self)
         among = None
-        if where or allow is not None or deny:
+        # Arrays and series of ids have no truth value.
+        if where or allow is not None or not isinstance(deny, Collection) or len(deny):
             among = filters.select(pool, allow, deny, where)
             if not among.any():
                 return Ranking(())
@@ -405,7 +412,9 @@ class Ranker:
                 bar.update(len(rows))
 
 
-def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerModule:
+def _prepare(
+    module: RankerModule, precision: Precision, device: str | torch.device
+) -> RankerModule:
     import torch
 
     from pipeline.engine.resources import best_device
@@ -413,11 +422,12 @@ def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerM
 
     names = get_args(Precision)
     require(precision in names, "precision", precision, ", ".join(names))
-    if device == "auto":
+    name = str(device)
+    if name == "auto":
         return inference.prepare(module, best_device(), precision)
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    require(device.partition(":")[0] in kinds, "device", device, ", ".join(("auto", *kinds)))
-    return inference.prepare(module, torch.device(device), precision)
+    require(name.partition(":")[0] in kinds, "device", name, ", ".join(("auto", *kinds)))
+    return inference.prepare(module, torch.device(name), precision)
 
 
 def _array(tensor: torch.Tensor) -> Any:

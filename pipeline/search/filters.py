@@ -40,6 +40,8 @@ def select(
     column of numbers, which has no value such as 9.50 itself. "" finds rows without a value. Raises BadInput
     for a column that the pool does not keep, and for an id or a value that is no text.
     """
+    is_mapping = where is None or isinstance(where, Mapping)
+    require(is_mapping, "where", where, "columns with values, such as {'language': ['en']}")
     names = pool.filter_columns
     allowed_names = f"columns that the pool keeps to filter by ({', '.join(names) or 'none'})"
     for column in where or {}:

@@ -20,6 +20,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from farmhash import Fingerprint64
 from torch import Tensor
@@ -92,6 +93,10 @@ class Subwords:
         self._buckets = buckets
         self._longest = max(map(len, id_of_piece), default=1)
         self._ids_of_run = lru_cache(_KEPT_RUNS)(lambda run: tuple(self._look_up(run)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process remembers ids of its own."""
+        return Subwords, (self._id_of_piece, self._buckets)
 
     @property
     def pad(self) -> int:

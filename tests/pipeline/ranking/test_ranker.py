@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -181,6 +185,17 @@ def test_a_search_finds_the_best_of_all(home: Path):
     assert len(ranker.search(pool, CONTEXT, top_k=1000)) == len(REPLIES)
 
 
+def test_a_device_may_be_one_of_torch(home: Path):
+    device = torch.device("cpu")
+    ranker, pool = (
+        Ranker.load("rankers/poly", device=device),
+        Pool.open("pools/replies", device=device),
+    )
+    assert ranker.search(pool, CONTEXT).certified
+    with pytest.raises(BadInput, match=r"device: 'meta' is not allowed; allowed: auto, cpu"):
+        Ranker.load("rankers/poly", device=torch.device("meta"))
+
+
 def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
     ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
     assert (
@@ -191,6 +206,13 @@ def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
     assert len(repr(ranker).splitlines()) == 1
 
 
+def test_ids_may_be_an_array_or_a_series(home: Path):
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    for ids in (np.array(["r1", "r2"]), pandas.Series(["r1", "r2"])):
+        assert {r.id for r in ranker.search(pool, CONTEXT, allow=ids)} == {"r1", "r2"}
+        assert {r.id for r in ranker.search(pool, CONTEXT, deny=ids)} == {"r3", "r4", "r5"}
+
+
 def test_a_pool_refuses_another_ranker(home: Path):
     pool = Pool.open("pools/replies")
     with pytest.raises(BadInput, match=r"embedded by the model \w+, not by .*/rankers/bi"):
@@ -199,6 +221,30 @@ def test_a_pool_refuses_another_ranker(home: Path):
     for wrong in ({"context": " "}, {"context": CONTEXT, "top_k": 0}, {"context": 3}):
         with pytest.raises(BadInput, match=r"^(context|top_k): "):
             ranker.search(pool, **wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork")  # of Python 3.12, where there are threads
+def test_a_forked_process_computes_on_one_core(home: Path):
+    """On several it would wait for the threads of its parent."""
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    found, scores = ranker.search(pool, CONTEXT), ranker.score(CONTEXT, TEXTS)
+    if not (child := os.fork()):
+        same = torch.get_num_threads() == 1 and ranker.search(pool, CONTEXT) == found
+        os._exit(0 if same and np.allclose(ranker.score(CONTEXT, TEXTS), scores) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_copy_in_another_process_has_the_same_scores(
+    home: Path, monkeypatch, architecture: str, precision: str
+):
+    monkeypatch.delenv("POLYRANK_PROCESSOR")  # layers for bf16 need more than AVX2
+    ranker = Ranker.load(f"rankers/{architecture}", precision)
+    texts = [*TEXTS, "[SEP] is a text"]
+    scores = ranker.score(CONTEXT, texts)
+    for twin in (pickle.loads(pickle.dumps(ranker)), copy.deepcopy(ranker)):
+        np.testing.assert_array_equal(twin.score(CONTEXT, texts), scores)
 
 
 # Where rankers come from
@@ -263,6 +309,9 @@ WRONG_CALLS = {
     'r.rank("a", {1: "x"})': "candidates: 1 is not allowed",
     'r.rank("a", ["b"], top_k=0)': "top_k: 0 is not allowed",
     'r.rank("a", ["b"], top_k=2.5)': "top_k: 2.5 is not allowed",
+    'r.rank("a", pandas.DataFrame({"text": ["b"]}))': "candidates: text 0 b is not allowed; allowed: a list",
+    'r.search("pools/replies", "a")': "pool: 'pools/replies' is not allowed; allowed: what Pool.open",
+    'r.search(Pool.open("pools/replies"), "a", where="topic")': "where: 'topic' is not allowed",
     'r.score("a", [b"bytes"])': "candidates[0]: b'bytes' is not allowed",
     'r.encode_candidates("a")': "texts: 'a' is not allowed",
     'r.encode_contexts("a")': "contexts: 'a' is not allowed",
@@ -281,6 +330,7 @@ WRONG_CALLS = {
     'Ranker.from_sentence_transformers("rankers/cross")': "not of sentence-transformers",
     'Ranker.from_sentence_transformers("gone/far/away")': "gone/far/away: no such folder",
     'Ranker.from_sentence_transformers("st/candidate", -1)': "max_context_tokens: -1",
+    'Ranker.from_sentence_transformers("st/candidate", "64")': "max_context_tokens: '64'",
 }
 
 
@@ -294,7 +344,7 @@ def loaded(made: Path) -> dict[str, Ranker]:
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_one_clear_line_says_what_is_wrong(home: Path, loaded: dict[str, Ranker], call: str):
     with pytest.raises(BadInput) as refused:
-        eval(call, {"Ranker": Ranker, **loaded})
+        eval(call, {"Ranker": Ranker, "Pool": Pool, "pandas": pandas, **loaded})
     assert WRONG_CALLS[call] in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
