@@ -11,5 +11,6 @@ pretraining        the recipe of an encoder: `pretraining_data` makes its batche
 tokenizer          learnt from corpora, which `tokenized_corpus` stores as ids
 loop, checkpoint   the steps, and what a resumed run needs
 launch             the workers; `restarts` after their deaths, and `termination` before
+interface          the network over which workers on CPUs talk
 estimate           --dry-run
 """

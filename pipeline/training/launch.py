@@ -55,6 +55,7 @@ from pipeline.training.checkpoint import (
     write_saved,
     write_state,
 )
+from pipeline.training.interface import OverRaysNetwork
 from pipeline.training.loop import Listener, Progress, Selection, Task, agree_on_precision, train
 from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
@@ -191,6 +192,7 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, spec, messages, driver_terminated),
+        torch_config=OverRaysNetwork(),
         scaling_config=ray.train.ScalingConfig(
             num_workers=count, use_gpu=workers.gpu, resources_per_worker=resources
         ),
