@@ -39,6 +39,13 @@ _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
 _LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
+_STORE_OPTIONS = {
+    # A small file is then one request, not the three of an upload in parts.
+    "s3": "allow_delayed_open=true",
+    # Google's client tries for 15 minutes by default, also where this machine has no credentials.
+    **dict.fromkeys(("gs", "gcs"), "retry_limit_seconds=30"),
+}
+_LIBRARY_MISSING = "Unable to load lib"  # of HDFS
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)")
 
@@ -67,7 +74,7 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
 
         fsspec_system, path = fsspec.core.url_to_fs(uri)
         return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec_system)), str(path)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise BadInput(f"{uri}: no file system for this URI ({error})") from None
 
 
@@ -82,14 +89,20 @@ def _local_path(uri: str) -> Path:
 def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
     """pyarrow's file system of a bucket, one for the life of the process: each has connections and
     credentials of its own, and looks for the bucket's region. None: pyarrow does not know the scheme."""
-    if root.startswith("s3://"):
-        # A small file is then one request, not the three of an upload in parts.
-        query = f"{query or '?'}{'&' if query else ''}allow_delayed_open=true"
+    for scheme, option in _STORE_OPTIONS.items():
+        if root.startswith(f"{scheme}://") and option.partition("=")[0] not in query:
+            query = f"{query or '?'}{'&' if query else ''}{option}"
     try:
         filesystem, path = pafs.FileSystem.from_uri(f"{root}/{query}")
         return filesystem, path
     except pa.ArrowInvalid:
         return None
+    except OSError as error:
+        if _LIBRARY_MISSING not in str(error):
+            raise
+        raise BadInput(
+            f"{root}: no file system for this URI ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def absolute(uri: str) -> str:
@@ -126,7 +139,14 @@ def _split_query(uri: str) -> tuple[str, str]:
 def _type_of(uri: str) -> pafs.FileType:
     """What is at a URI. Raises BadInput where its bucket does not exist."""
     filesystem, path = locate(uri)
-    kind = filesystem.get_file_info(path).type
+    try:
+        kind = filesystem.get_file_info(path).type
+    except Exception as error:
+        if isinstance(error, OSError) and not isinstance(filesystem, pafs.PyFileSystem):
+            raise  # its own words say what has failed
+        # The clients of a hub and of Azure raise errors of their own.
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise OSError(f"{uri}: Could not connect to server ({reason})") from None
     if kind == pafs.FileType.NotFound and filesystem.type_name in _STORES_WITH_BUCKETS:
         _require_bucket(filesystem, path.split("/")[0], uri)
     return kind

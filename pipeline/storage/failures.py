@@ -46,7 +46,7 @@ _STORE_REFUSALS = {
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
-_OF_A_STORE = r"AWS Error|Generic \w+ error"  # of pyarrow and obstore
+_OF_A_STORE = r"AWS Error|google::cloud::Status|Generic \w+ error"  # of pyarrow and obstore
 
 _WRAPPED = (
     "cause", "controller_failure", "health_check_failure", "_base_exc", "__cause__", "__context__",

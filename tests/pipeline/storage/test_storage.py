@@ -319,6 +319,32 @@ def test_a_local_folder_is_its_own_copy(tmp_path):
     assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line(memory, monkeypatch):
+    """Its client raises errors of its own, which are no OSError."""
+
+    def away(*_: object, **__: object) -> None:
+        raise RuntimeError("no route\nto the hub")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", away)
+    with pytest.raises(OSError, match=r"^memory://bucket/a: Could not connect") as raised:
+        storage.exists(f"{memory}/a")
+    said = failures.store_failure(raised.value)
+    assert said.startswith("the object store cannot be reached: memory://bucket/a: ")
+    assert said.endswith("(RuntimeError: no route)")
+
+
+def test_a_library_or_a_server_that_is_missing_is_refused():
+    with pytest.raises(BadInput, match=r"^hdfs://host: no file system for this URI .*libjvm"):
+        storage.exists("hdfs://host/a")
+    with pytest.raises(BadInput, match=r"no file system for this URI \(.*No such file"):
+        storage.exists("zip://a.csv::/nowhere/a.zip")
+
+
+def test_google_s_store_is_given_up_after_seconds():
+    (options,) = storage.locate("gs://bucket/a")[0].__reduce__()[1]
+    assert options["retry_time_limit"].total_seconds() == 30
+
+
 @pytest.mark.parametrize(
     ("code", "meaning"),
     [
