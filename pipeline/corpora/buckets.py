@@ -70,11 +70,13 @@ def read(draft: Draft, names: Iterable[str], bucket: int, schema: pa.Schema) -> 
     """
 
     def read_file(name: str) -> list[pa.Table]:
-        with storage.open_input(draft.path(_FOLDER, name)) as stream:
-            start, end = np.frombuffer(stream.read_at(16, 8 * bucket), "<i8").tolist()
+        uri = draft.path(_FOLDER, name)
+        with storage.open_input(uri) as stream:
+            offsets = storage.read_range(uri, stream, 8 * bucket, 16)
+            start, end = np.frombuffer(offsets, "<i8").tolist()
             if start == end:
                 return []
-            data = stream.read_at(end - start, start)
+            data = storage.read_range(uri, stream, start, end - start)
         tables = []
         with pa.BufferReader(data) as streams:
             while streams.tell() < end - start:
@@ -93,9 +95,9 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
     head_bytes = 8 * (bucket_count + 1)
 
     def read_piece(name: str, start: int, end: int) -> bytes:
-        with storage.open_input(draft.path(_FOLDER, name)) as stream:
-            piece: bytes = stream.read_at(end - start, start)
-        return piece
+        uri = draft.path(_FOLDER, name)
+        with storage.open_input(uri) as stream:
+            return storage.read_range(uri, stream, start, end - start)
 
     def pieces() -> Iterator[bytes]:
         ends = head_bytes + np.cumsum(sizes.sum(axis=0))

@@ -260,6 +260,9 @@ def _read_object(uri: str) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(storage.read_bytes(uri))
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        fault = f"{uri}: not JSON ({error}), as where a store's answer is cut"
+        raise Stopped(f"{fault}; the same command tries again") from None
     return value
 
 

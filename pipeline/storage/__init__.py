@@ -352,7 +352,8 @@ class RetriedInput(io.RawIOBase):
 
 def read_range(uri: str, stream: Any, start: int, length: int) -> bytes:
     """So many bytes of a stream of `open_input`, fewer only at its end. A read that fails is tried again, and
-    so is one that ends early: pyarrow takes the answer of a store as it is, also where a proxy has cut it."""
+    so is one that ends early. Of S3 pyarrow tells no early end: where an object is replaced by a shorter one
+    while it is read, bytes of other memory follow."""
 
     def read() -> bytes:
         data: bytes = stream.read_at(length, start)

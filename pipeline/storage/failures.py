@@ -46,7 +46,8 @@ _STORE_REFUSALS = {
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
-_OF_A_STORE = r"AWS Error|google::cloud::Status|Generic \w+ error"  # of pyarrow and obstore
+# Of pyarrow and obstore. A path of a store may not be there for a moment after it was written.
+_OF_A_STORE = r"AWS Error|google::cloud::Status|Generic \w+ error|Path does not exist '"
 
 _WRAPPED = (
     "cause", "controller_failure", "health_check_failure", "_base_exc", "__cause__", "__context__",

@@ -141,11 +141,17 @@ def _path(folder: str, number: int) -> str:
 
 def read(uri: str) -> dict[str, Any] | None:
     """The facts in a lock file; None where the file is missing or is no lock file."""
-    try:
-        facts = json.loads(storage.read_bytes(uri))
-        return facts if isinstance(facts, dict) and {"token", "until"} <= facts.keys() else None
-    except (FileNotFoundError, ValueError):
-        return None
+    for _ in range(
+        2
+    ):  # pyarrow garbles a file of a store that its owner renews between two requests
+        try:
+            facts = json.loads(storage.read_bytes(uri))
+            return facts if isinstance(facts, dict) and {"token", "until"} <= facts.keys() else None
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            continue
+    return None
 
 
 def is_alive(facts: dict[str, Any]) -> bool:

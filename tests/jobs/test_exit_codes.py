@@ -136,6 +136,7 @@ class Nothing:
     "said",
     [
         "When listing 'a' in bucket 'b': AWS Error SLOW_DOWN during ListObjectsV2 operation: m",
+        "[Errno 2] Path does not exist 'b/a/_tasks/file-00000.json'",  # a moment after it was written
         "s3://b/a: Generic S3 error: Server returned non-2xx status code: 500 Internal Server Error",
     ],
 )  # fmt: skip

@@ -280,6 +280,15 @@ def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_pat
     assert record == TaskRecord(counts={"n": 1})
 
 
+def test_a_request_of_which_half_an_answer_comes_is_one_line(tmp_path):
+    out = begin(tmp_path / "a")
+    storage.write_bytes(out.path("_request.json"), b'{"kind": "th\0')
+    with pytest.raises(
+        Stopped, match=r"^.*/a.partial/_request.json: not JSON .*; the same command"
+    ):
+        begin(tmp_path / "a")
+
+
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "deep/notes.txt"])
 def test_files_that_no_job_made_are_refused_before_any_work(tmp_path, name):
     (tmp_path / "a" / name).parent.mkdir(parents=True)

@@ -142,6 +142,16 @@ def test_a_lock_whose_making_was_answered_too_late_is_held(tmp_path, monkeypatch
     assert files(str(tmp_path)) == []
 
 
+def test_a_lock_that_is_renewed_while_it_is_read_is_no_free_one(pools, monkeypatch):
+    uri, read_bytes = leave(pools), storage.read_bytes
+    garbled = [read_bytes(uri)[:-3] + b"\0\xe0\xbb"]
+    monkeypatch.setattr(
+        storage, "read_bytes", lambda uri: garbled.pop() if garbled else read_bytes(uri)
+    )
+    with pytest.raises(Stopped, match=" on far, since"), locked(pools, "p", 60):
+        pass
+
+
 def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
     with locked(pools, "p", 60) as held:
         first = json.loads(storage.read_bytes(held.lease_file.uri))
