@@ -45,6 +45,8 @@ from pipeline.engine.draft import RUN, Draft
 from pipeline.provenance import git_revision
 
 registry.limit_waits()
+# MLflow asks GitPython for the commit, which otherwise prints 40 lines where git is not installed.
+os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 
 _SQLITE = "sqlite:///"
 local_store = ""

@@ -3,9 +3,12 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +96,15 @@ def test_the_token_in_the_address_of_the_repository_is_not_logged(tmp_path, monk
     monkeypatch.setattr(tracking, "resolve_tags", lambda tags: {**tags, **address})
     tags = run_of(make(tmp_path / "a")).data.tags
     assert tags[MLFLOW_GIT_REPO_URL] == "https://host/me/code.git"
+
+
+def test_nothing_is_printed_about_git_where_it_is_not_installed(tmp_path):
+    script = "from pipeline import tracking; tracking.resolve_tags()"
+    environment = {**os.environ, "GIT_PYTHON_GIT_EXECUTABLE": str(tmp_path / "git")}
+    environment.pop("GIT_PYTHON_REFRESH", None)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "git" not in done.stderr.lower()
 
 
 def test_a_run_shows_the_whole_ancestry_with_the_runs_that_made_it(parent, tmp_path):
