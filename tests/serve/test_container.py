@@ -65,6 +65,11 @@ def test_the_image_is_a_program_of_nobody_special():
     assert only("USER") == "ray" and names.index("USER") < names.index("ENTRYPOINT")
     assert json.loads(only("ENTRYPOINT")) == ["tini", "--", "polyrank"]
     assert "POLYRANK_HOST=0.0.0.0" in only("ENV") and only("EXPOSE") == "8000"
+    # A user of `docker run --user` has no entry in passwd: HOME would be /, and getpass.getuser() would fail.
+    assert {"HOME=/home/ray", "USER=ray"} < set(only("ENV").split())
+    assert "chmod 1777 /home/ray" in DOCKERFILE
+    # PyTorch's index of CPU builds, without which pip installs CUDA's libraries.
+    assert DOCKERFILE.index("ARG PIP_EXTRA_INDEX_URL\n") < DOCKERFILE.index("RUN pip")
     (packages,) = re.findall(r"--no-install-recommends ([\w ]+) &&", DOCKERFILE)
     assert {"tini", "wget"} == set(packages.split())
 
@@ -83,6 +88,10 @@ def test_compose_yaml_is_of_known_keys_and_reaches_this_machine_alone():
     build = SERVICES["service"]["build"]
     assert (ROOT / "kuberay" / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).is_file()
+    assert build["args"] == ["PIP_EXTRA_INDEX_URL"]
+    # In the short form a name without "/" is a volume's, and Docker makes a folder that is missing.
+    (my,) = SERVICES["service"]["volumes"]
+    assert my["type"] == "bind" and my["read_only"] and not my["bind"]["create_host_path"]
     assert SERVICES["service"]["depends_on"].keys() <= SERVICES.keys()
     (volume,) = SERVICES["mlflow"]["volumes"]
     name, folder = volume.split(":")
@@ -131,11 +140,11 @@ def container(
         assert subprocess.run([*isolate, "touch", str(image / "written")]).returncode
     environment = {
         "PATH": os.environ["PATH"],
-        "HOME": str(home),
         "PYTHONPATH": str(image),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # fewer processes, as on a small machine
         "MLFLOW_WORKERS": "1",
         **dict(setting.split("=", 1) for setting in only("ENV").split()),
+        "HOME": str(home),
     }
     process = subprocess.Popen(
         [*(isolate if is_isolated else []), *words],
