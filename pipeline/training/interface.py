@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
 
+_TorchBackend: Any = TorchConfig().backend_cls
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 

@@ -1,4 +1,4 @@
-"""Over which network the workers of a training on CPUs talk;."""
+"""Over which network the workers of a training on CPUs talk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.train.torch.config import _TorchBackend
+from ray.train.torch import TorchConfig
 
 from pipeline.training.interface import OverRaysNetwork
 
@@ -26,7 +26,8 @@ def test_gloo_listens_at_the_address_by_which_ray_knows_the_node(
     monkeypatch.delenv(NAME) if chosen is None else monkeypatch.setenv(NAME, chosen)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
     at_start = []
-    monkeypatch.setattr(_TorchBackend, "on_start", lambda *_: at_start.append(os.environ.get(NAME)))
+    backend = TorchConfig().backend_cls
+    monkeypatch.setattr(backend, "on_start", lambda *_: at_start.append(os.environ.get(NAME)))
     workers = SimpleNamespace(execute=lambda work: work())
     OverRaysNetwork().backend_cls().on_start(workers, OverRaysNetwork())
     assert at_start == [expected]
