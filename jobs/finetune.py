@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from pipeline.training.settings import FinetuneConfig, GuideLimits, LoopConfig, 
 
 Reference = Mapping[str, Any]
 """To an input, as the manifest has it."""
+Texts = tuple[list[list[str]], list[str]]
+"""Contexts and their responses."""
 # The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
 
@@ -107,13 +109,13 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     from pipeline.engine.resources import best_device
     from pipeline.training import launch
     from pipeline.training.finetuning import Finetuning
-    from pipeline.training.loop import validation_steps
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop, guide)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     if earlier:
         _require_more_steps(config, task.steps, earlier.counts["steps"])
-    validation_steps(task, config.loop)
+    texts = _first_texts(corpus)
+    _require_trainable(config, task, corpus.rows("train/"), *texts)
     if config.dry_run:
         from pipeline.training.estimate import estimate_finetuning
 
@@ -126,7 +128,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         return program.artifact_summary(out, already_there=True)
     question_count, left_out = task.validated
     _print_validation(question_count, left_out, corpus.rows("valid/"))
-    _print_truncation(task.ranker, corpus)
+    _print_truncation(task.ranker, *texts)
     if config.register_as:
         tracking.prepare_registration(config.register_as)
     with (
@@ -258,14 +260,49 @@ def _print_validation(question_count: int, left_out: Mapping[str, int], examples
               "weights are the result", flush=True)  # fmt: skip
 
 
-def _print_truncation(ranker: Any, corpus: Artifact) -> None:
-    """Prints how many of the first training texts are longer than the ranker reads. (Its class is not named
-    here: --help would load torch with it.)"""
+def _first_texts(corpus: Artifact) -> Texts:
     from pipeline.corpora.drawn_rows import read_rows
-    from pipeline.models.truncation import SAMPLED, truncation
+    from pipeline.models.truncation import SAMPLED
 
     rows = read_rows(corpus, "train", range(min(SAMPLED, corpus.rows("train/"))))
-    contexts, responses = [row["context"] for row in rows], [row["response"] for row in rows]
+    return [row["context"] for row in rows], [row["response"] for row in rows]
+
+
+def _require_trainable(
+    config: Config, task: Any, examples: int, contexts: list[list[str]], responses: list[str]
+) -> None:
+    """Raises BadInput for tokens that the encoder has no vector for, and for a small corpus whose contexts,
+    or responses, all read the same: no wrong candidate counts then, and the loss is 0.
+
+    (The task's class is not named here: --help would load torch with it.)
+    """
+    from pipeline.models.encoder import Encoder
+    from pipeline.training.loop import validation_steps
+
+    validation_steps(task, config.loop)
+    ranker, encoders = task.ranker, [m for m in task.ranker.modules() if isinstance(m, Encoder)]
+    sides = {
+        "contexts": ranker.context_rows(contexts),
+        "responses": ranker.candidate_rows(responses),
+    }
+    for name, rows in sides.items():
+        largest = max(map(max, rows))
+        for encoder in encoders:
+            count = encoder.hf.get_input_embeddings().num_embeddings
+            require(largest < count, "encoder", config.encoder, f"one of a single model: it has {count} "
+                    f"tokens, and its tokenizer finds token {largest} in {name} of train/")  # fmt: skip
+        if task.steps and len(rows) == examples and len(set(map(tuple, rows))) == 1:
+            raise BadInput(f"--corpus {config.corpus}: all {name} of train/ read the same to the model; "
+                           "allowed: texts that differ in the tokens that it reads, in a language of its "
+                           "tokenizer")  # fmt: skip
+
+
+def _print_truncation(
+    ranker: Any, contexts: Sequence[Sequence[str]], responses: Sequence[str]
+) -> None:
+    """Prints how many of the first training texts are longer than the ranker reads."""
+    from pipeline.models.truncation import truncation
+
     if line := truncation(ranker, contexts, responses):
         print(f"train: {line}", flush=True)
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from jobs import finetune
 from pipeline.artifact import Artifact, open_artifact
@@ -186,6 +187,46 @@ def test_a_valid_split_without_a_wrong_candidate_is_said(capsys):
     assert "none of the 3 examples of valid/ has a wrong candidate" in capsys.readouterr().out
     finetune._print_validation(0, {}, 0)  # no valid split
     assert not capsys.readouterr().out
+
+
+def pairs_corpus(run_job_here, folder, rows):
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = run_job_here(
+        "prepare_corpus", "--format", "pairs", "--input", folder / "pairs.jsonl",
+        "--pairs.shares", 1, 0, 0, "--output", folder / "corpus",
+    )  # fmt: skip
+    assert made.code == 0, made.stderr
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize(("context", "response", "side"), [
+    ("q{}", "a response whose first thirty-two letters are these {}", "responses"),
+    ("an instruction that is the same for each of the texts", "a{}", "contexts"),
+])  # fmt: skip
+def test_texts_that_all_read_the_same_are_refused(
+    run_job_here, encoder, tmp_path, context, response, side
+):
+    """The loss would be 0 and the accuracy 1. A ranker that is not trained may be made."""
+    rows = [{"context": context.format(n), "response": response.format(n)} for n in range(20)]
+    corpus = pairs_corpus(run_job_here, tmp_path, rows)
+    argv = arguments("bi", corpus, encoder, tmp_path / "out")
+    refused = run_job_here("finetune", *argv).refusal
+    assert f"corpus: all {side} of train/ read the same to the model; allowed: texts" in refused
+    assert run_job_here("finetune", *argv, "--finetune.epochs", 0).code == 0
+
+
+def test_a_tokenizer_with_more_tokens_than_the_encoder_is_refused(run_job_here, encoder, tmp_path):
+    folder = tmp_path / "encoder"
+    shutil.copytree(encoder, folder)
+    model = AutoModel.from_pretrained(folder)
+    model.resize_token_embeddings(20)
+    model.save_pretrained(folder)
+    rows = [{"context": f"q{n}", "response": f"a{n}"} for n in range(20)]
+    corpus = pairs_corpus(run_job_here, tmp_path, rows)
+    refused = run_job_here("finetune", *arguments("bi", corpus, folder, tmp_path / "out")).refusal
+    assert (
+        "allowed: one of a single model: it has 20 tokens, and its tokenizer finds tok" in refused
+    )
 
 
 def test_a_registered_model_is_the_candidate_of_its_name(trained):
