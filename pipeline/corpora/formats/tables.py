@@ -198,11 +198,18 @@ def filter_text(value: object) -> str | None:
 def first_columns(
     uris: Sequence[str], reading: raw.Reading, form: TableFormat = _PLAIN
 ) -> list[str]:
-    """The columns of the first row of the first file that has one; none: none of the first 32 has."""
+    """The columns of the first row of the first file that has one; none: none of the first 32 has.
+
+    Raises BadInput where these hold broken rows alone: the names that they lack would seem to be the fault.
+    """
+    report = file_tasks.ParseReport()
     for uri in uris[:_CHECKED_FILES]:
-        rows = read(uri, {}, reading, file_tasks.ParseReport(), lambda name: True, form)
+        rows = read(uri, {}, reading, report, lambda name: True, form)
         if row := next(rows, None):
             return list(row[1])
+    if report.malformed.counts:
+        reasons = raw.reasons_text(report.malformed.counts)
+        raise BadInput(f"{uris[0]}: has no rows that can be read ({reasons})")
     return []
 
 

@@ -381,6 +381,14 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, for
     )
 
 
+def test_a_table_of_broken_rows_alone_is_refused_for_them(tmp_path):
+    """Not for its columns' names, which were listed as what is allowed."""
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"question,answer,\nhow ?,so\nwhen ?,now\n")
+    with pytest.raises(BadInput, match=r"no rows that can be read \(2 more or fewer fields than"):
+        tables.first_columns([str(file)], Reading())
+
+
 def test_of_many_or_long_names_of_columns_some_are_shown(tmp_path):
     """A refusal of 27 kB for a table of 4,000 columns, and passages for one without names."""
     names = ["passage " * 50, *(f"c{number}" for number in range(3999))]
