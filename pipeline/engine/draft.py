@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -310,7 +311,8 @@ def draft(
                        "choose another --output, or remove this one")  # fmt: skip
     local = storage.is_local(uri)
     if local:  # no folder can be renamed to the name of a link, nor to a mounted folder
-        uri = str(Path(uri).resolve()) if Path(uri).is_symlink() else uri
+        uri = os.path.realpath(uri) if Path(uri).is_symlink() else uri
+        require(not Path(uri).is_symlink(), "output", uri, "a folder, not a link to itself")
         require(not Path(uri).is_mount(), "output", uri, "a folder in this one, which is mounted")
     staging = f"{uri}.partial" if local else uri
     earlier_job = read_request(staging)

@@ -24,10 +24,10 @@ DETERMINISTIC = (
     NameError, NotImplementedError, TypeError, ValueError,
 )  # fmt: skip
 
-# A disk is full or over its quota, a place is not to be written to, or a file is too large for it.
+# A disk is full or over its quota, a place is not to be written to, or a file or a name is too long for it.
 _STORAGE_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG,
-    errno.EIO,
+    errno.EIO, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 
 # What stores call it, and what a person should know. Another try mends none of them. A refusal by obstore has

@@ -18,6 +18,7 @@ from pipeline.config import NOT_IDENTITY, BadInput, Stopped, identity_with
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
+from pipeline.storage import failures
 from tests import helpers
 
 
@@ -278,6 +279,19 @@ def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_pat
     tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
     record = begin(tmp_path / "a", tolerant).finished_tasks().record("task", TaskRecord)
     assert record == TaskRecord(counts={"n": 1})
+
+
+def test_an_output_that_is_a_link_to_itself_is_refused(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "a")
+    assert refusal(tmp_path / "a").endswith(
+        "a' is not allowed; allowed: a folder, not a link to itself"
+    )
+
+
+def test_an_output_whose_name_is_too_long_is_one_line(tmp_path):
+    with pytest.raises(OSError) as raised:
+        begin(tmp_path / ("a" * 300))
+    assert failures.storage_failure(raised.value) is raised.value
 
 
 def test_a_request_of_which_half_an_answer_comes_is_one_line(tmp_path):
