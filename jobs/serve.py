@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs import cluster, program
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput, Stopped, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,24 @@ def run(config: Config) -> program.Summary:
             say("starts the proxy")
             serve.start(http_options={"host": config.host, "port": config.port})
             say("starts a replica, which loads the model and opens the pools")
-            serve.run(app)
+            try:
+                serve.run(app)
+            except RuntimeError:  # of Serve, which says no more than that it has failed
+                raise Stopped(f"the service did not start: {_why_not(serve.status())}") from None
             say("answers")
             print(f"the playground:  {url}/\nthe interface:   {url}/openapi.json\n"
                   f"what is served:  {url}/info\nCtrl-C ends it.", flush=True)  # fmt: skip
             signal.pause()
         serve.delete("default")
     return {"served": url}
+
+
+def _why_not(status: Any) -> str:
+    """The reason of the first replica that failed: the last line of its traceback."""
+    deployments = (d for a in status.applications.values() for d in a.deployments.values())
+    lines = [line.strip() for d in deployments for line in str(d.message).splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|BadInput|Stopped)\b", line)]
+    return errors[-1] if errors else "Ray's logs say why (/tmp/ray/session_latest/logs/serve)"
 
 
 def _arguments(config: Config) -> Any:

@@ -83,9 +83,9 @@ class _BoundedClient:
 def bounded(
     ask: Callable[..., ResultT], *arguments: Any, server: str = "", **options: Any
 ) -> ResultT:
-    """What `ask` returns. Raises TimeoutError where a server of HTTP, of runs or of models, takes four times
-    as long as MLflow's timeouts allow. These begin anew with each byte, so alone they would let a server that
-    sends one byte a second take for ever.
+    """What `ask` returns. Raises TimeoutError where a server, of runs or of models, takes four times as long
+    as MLflow's timeouts allow. These begin anew with each byte, so alone they would let a server that sends
+    one byte a second take for ever. A data base's driver has none: it waits for a machine that hangs.
     """
     import mlflow
     from mlflow.environment_variables import (
@@ -94,7 +94,7 @@ def bounded(
     )
 
     servers = (server or mlflow.get_tracking_uri(), mlflow.get_registry_uri())
-    if not any(address.startswith("http") for address in servers):
+    if not any(re.match("http|postgresql|mysql|mssql", address) for address in servers):
         return ask(*arguments, **options)
     result = Future[ResultT]()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +67,26 @@ def test_wrong_tokens_are_one_line(run_job_here, tiny_ranker, monkeypatch, name)
     model = tiny_ranker("bi").uri
     refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
     assert f"{name}: " in refusal
+
+
+def test_a_replica_that_does_not_start_says_why_in_one_line(run_job_here, tiny_ranker, monkeypatch):
+    """As on a full disk: Serve itself says only that it has failed."""
+    from ray import serve
+
+    def fail(app: object) -> None:
+        raise RuntimeError("Deploying application default failed")
+
+    reason = "OSError: [Errno 28] No space left: '/cache/model'"
+    trace = f"Retrying\nTraceback (most recent call last):\n  File x\n{reason}\n"
+    ranker = SimpleNamespace(message=trace)
+    status = SimpleNamespace(
+        applications={"default": SimpleNamespace(deployments={"ranker": ranker})}
+    )
+    monkeypatch.setattr(serve_job.cluster, "session", nullcontext)
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(serve, "run", fail)
+    monkeypatch.setattr(serve, "status", lambda: status)
+    done = run_job_here("serve", "--model", tiny_ranker("bi").uri, "--port", free_port())
+    assert done.code == 1
+    assert done.stderr.endswith(f"the service did not start: {reason}\n")
+    assert "Traceback" not in done.stderr

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_REPO_URL
 
-from pipeline import tracking
+from pipeline import registry, tracking
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.engine.draft import Draft, draft
@@ -283,6 +284,14 @@ def finish_attempt(folder: Path) -> tuple[tracking.Run, Artifact]:
         tracking.finish(run, made)
     assert mlflow.get_run(run.run_id).info.status == "FINISHED"
     return run, made
+
+
+def test_a_data_base_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "0")
+    answer = threading.Event()
+    with pytest.raises(TimeoutError, match="no whole answer within 0 s"):
+        registry.bounded(answer.wait, server="postgresql://host/mlflow")
+    answer.set()
 
 
 def test_a_job_that_resumes_after_a_kill_continues_its_run(tmp_path):
