@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import shutil
 import signal
 import tempfile
@@ -29,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeline import progress, storage
 from pipeline.artifact import Artifact, FileEntry, folder_entries
-from pipeline.config import BadInput, Stopped, Terminated, digest
+from pipeline.config import BadInput, Stopped, Terminated, digest, max_wait_minutes
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
 from pipeline.engine.messages import event, listening
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from pipeline.tracking import Run
 
 _CHECKPOINTS = "_checkpoints"  # a folder of the draft, with one of each attempt
+_NO_ROOM = "WorkerGroupStartupTimeoutError"  # of Ray Train, whose controller raises it
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
@@ -182,7 +184,14 @@ def _fit_on_cluster(spec: WorkerSpec, show: Show, terminated: threading.Event) -
         terminated.set()
         driver_terminated.set.remote()
 
-    with listening(show) as messages, on_sigterm(notify):
+    def hear(*message: Any) -> None:
+        """A line, or what a step shows."""
+        if len(message) == 1:
+            print(*message, flush=True)
+        else:
+            show(*message)
+
+    with listening(hear) as messages, on_sigterm(notify):
         return _fit_workers(spec, messages, driver_terminated)
 
 
@@ -190,6 +199,10 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     workers, draft = spec.workers, spec.draft
     resources = {"CPU": spec.threads, **({"GPU": 1} if workers.gpu else {})}
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
+    failed = (
+        "a worker, or its node, has failed; the training goes on from its last checkpoint when "
+        f"{workers.min_workers or workers.workers} workers have room (`ray status`)"
+    )
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, spec, messages, driver_terminated),
         torch_config=OverRaysNetwork(),
@@ -199,11 +212,15 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
         run_config=ray.train.RunConfig(
             name=spec.attempt,
             storage_path=draft.path(_CHECKPOINTS),
-            failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
+            failure_config=ray.train.FailureConfig(
+                max_failures=workers.max_restarts,
+                # Of its waits for room, which take a minute each. By default it waits for ever.
+                controller_failure_limit=math.ceil(max_wait_minutes()),
+            ),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=spec.recipe.loop.keep_checkpoints
             ),
-            callbacks=[RetryMachinesOnly()],
+            callbacks=[RetryMachinesOnly(messages, failed)],
         ),
     )
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -218,6 +235,10 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
             raise Stopped(f"a worker died, after {workers.max_restarts} restarts (resources.max_restarts); "
                           "where its node's memory was full, give it less at a time; the same command "
                           "resumes at the last checkpoint") from None  # fmt: skip
+        if type(getattr(error, "controller_failure", None)).__name__ == _NO_ROOM:
+            raise Stopped(f"a worker failed, and within {max_wait_minutes():g} minutes there was no room for "
+                          "another one; the same command resumes at the last checkpoint, and "
+                          "--max-wait-minutes waits longer") from None  # fmt: skip
         raise
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler

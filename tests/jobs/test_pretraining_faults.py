@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import mlflow
 import numpy as np
@@ -421,8 +422,10 @@ def line_of(finished) -> str:
 @pytest.mark.parametrize("error", [BadInput("a setting"), Stopped("no numbers")])
 def test_what_the_same_code_would_do_again_ends_a_run(error):
     """Ray Train asks after a worker's failure; it restarts workers where nothing is raised."""
-    policy, failed = RetryMachinesOnly(), RuntimeError("a task failed")
+    messages, failed = Mock(), RuntimeError("a task failed")
+    policy = RetryMachinesOnly(messages, "goes on")
     policy.after_exception(None, {0: OSError("a broken pipe"), 1: RuntimeError("a lost node")})
+    messages.actor.put_nowait.remote.assert_called_once_with(("goes on",))
     failed.__cause__ = error
     with pytest.raises(type(error)):
         policy.after_exception(None, {0: RuntimeError("of the other's end"), 1: failed})

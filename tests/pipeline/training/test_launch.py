@@ -9,13 +9,17 @@ import tempfile
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import ray.train.torch
 import torch
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from pipeline.config import Terminated
+from pipeline.config import MAX_WAIT_VARIABLE, Stopped, Terminated
 from pipeline.engine import executors
+from pipeline.training import launch
 from pipeline.training.launch import Pace, _Rank, fit
 from pipeline.training.loop import Progress
 from pipeline.training.settings import LoopConfig, Workers
@@ -39,6 +43,26 @@ def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(200 << 20, np.uint8)
     after = pace.measure(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
     assert 150 < after - before < 250
+
+
+def test_a_wait_for_room_in_place_of_a_lost_node_ends(monkeypatch, tmp_path):
+    """Ray Train would wait for ever, a minute at a time."""
+    limits = []
+
+    def trainer(*args, run_config, **options):
+        limits.append(run_config.failure_config.controller_failure_limit)
+        error = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
+        return SimpleNamespace(fit=Mock(side_effect=error))
+
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", trainer)
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "2.5")
+    spec = SimpleNamespace(
+        workers=Workers(), threads=1, attempt="first", recipe=SimpleNamespace(loop=LoopConfig()),
+        draft=SimpleNamespace(path=lambda *names: str(tmp_path)),
+    )  # fmt: skip
+    with pytest.raises(Stopped, match=r"within 2\.5 minutes there was no room for another one"):
+        launch._fit_workers(spec, None, None)
+    assert limits == [3]
 
 
 def test_checkpoints_that_are_not_uploaded_leave_no_files_behind(tmp_path, monkeypatch):
