@@ -20,6 +20,7 @@ from jobs import dashboard
 from pipeline.config import BadInput, Stopped, require
 from pipeline.engine import executors
 
+_ROOT = Path(__file__).parents[1]
 _STARTS_TOO_SLOWLY = "timed out during startup"
 """What Ray says when its own processes have not started after 30 s, which no setting changes."""
 _ROOT = Path(__file__).parents[1]
@@ -49,6 +50,7 @@ def session(
     if for_tasks and executors.current():
         yield ""
         return
+    require_visible_packages()
 
     import ray
 
@@ -67,6 +69,18 @@ def session(
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
+
+
+def require_visible_packages() -> None:
+    """Raises BadInput for a module in the working directory that has the name of a package of ours: Ray's
+    processes on this machine look there first."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    for name in ("pipeline", "jobs", "serve"):
+        for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
+            if file.exists() and not ((_ROOT / file).exists() and file.samefile(_ROOT / file)):
+                raise BadInput(f"{file}: in the working directory hides polyrank's package {name} from Ray's "
+                               "processes; type the command in another folder")  # fmt: skip
 
 
 def _start_ray(address: str, options: dict[str, Any]) -> Any:

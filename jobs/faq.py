@@ -114,6 +114,7 @@ def run(config: Config) -> program.Summary:
         if _has_changed(config, files, table):
             return _embed_changed(config, steps)
         print(reason, flush=True)
+        cluster.require_visible_packages()
         cluster.require_free("127.0.0.1", config.port)
         model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
         if config.dry_run:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -260,12 +261,19 @@ class PackedLinear(nn.Module):
         self._activation = activation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A laid-out tensor cannot be written, so a copy lays out its own."""
-        weight = torch_operators.plain(self._weight)
-        return PackedLinear, (weight, self._bias, self._activation)
+        """A laid-out tensor cannot be written, so a copy lays out its own. As an array the plain weight goes
+        by value; a tensor would go to a process as an open file, which ends with this call."""
+        weight = torch_operators.plain(self._weight).view(torch.int16).numpy()
+        return _unpickled, (weight, self._bias, self._activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch_operators.linear(hidden, self._weight, self._bias, self._activation)
+
+
+def _unpickled(
+    weight: np.ndarray[Any, Any], bias: Tensor | None, activation: Activation
+) -> PackedLinear:
+    return PackedLinear(torch.from_numpy(weight).view(torch.bfloat16), bias, activation)
 
 
 def _pack_layers(part: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from jobs import cluster
+from pipeline.config import BadInput
 from pipeline.engine.draft import Draft, draft
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +135,17 @@ def test_input_that_is_wrong_is_refused_without_a_slow_library(tmp_path, empty, 
         assert str(said) in end["text"], command
     assert "--ranker.architecture convert" in end["text"]  # which starts from a tokenizer
     assert [path.name for path in tmp_path.rglob("*.partial")] == ["begun.partial"]
+
+
+@pytest.mark.parametrize("file", ["pipeline.py", "serve.py", "jobs/__init__.py"])
+def test_a_module_that_hides_a_package_from_rays_processes_is_refused(tmp_path, monkeypatch, file):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster.require_visible_packages()  # in the checkout the packages are ours
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline").mkdir()  # a folder of files hides nothing
+    cluster.require_visible_packages()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    name = file.partition("/")[0].removesuffix(".py")
+    with pytest.raises(BadInput, match=rf"^{file}: in the working directory hides .* {name} from"):
+        cluster.require_visible_packages()
