@@ -141,8 +141,8 @@ def container(
     environment = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(image),
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # fewer processes, as on a small machine
-        "MLFLOW_WORKERS": "1",
+        **SERVICES["mlflow"]["environment"],
+        "MLFLOW_WORKERS": "1",  # fewer processes, as on a small machine
         **dict(setting.split("=", 1) for setting in only("ENV").split()),
         "HOME": str(home),
     }
@@ -212,6 +212,7 @@ def test_the_service_answers_outside_and_ends_on_sigterm_as_process_1(
 def test_mlflow_starts_as_written_and_ends_on_sigterm(image, tmp_path):
     (tmp_path / "mlflow").mkdir()
     port = free_port()
+    assert SERVICES["mlflow"]["environment"] == {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with container(image, tmp_path, "mlflow", {"/mlflow": tmp_path / "mlflow"}, port) as started:
         process, inner = started
         check = SERVICES["mlflow"]["healthcheck"]["test"]
