@@ -23,8 +23,6 @@ from pipeline.engine import executors
 _ROOT = Path(__file__).parents[1]
 _STARTS_TOO_SLOWLY = "timed out during startup"
 """What Ray says when its own processes have not started after 30 s, which no setting changes."""
-_ROOT = Path(__file__).parents[1]
-_PACKAGES = ("pipeline", "jobs", "serve")
 
 
 @contextmanager
@@ -57,7 +55,6 @@ def session(
     if ray.is_initialized():
         yield ""
         return
-    require_own_packages()
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -73,14 +70,14 @@ def session(
 
 def require_visible_packages() -> None:
     """Raises BadInput for a module in the working directory that has the name of a package of ours: Ray's
-    processes on this machine look there first."""
-    if os.environ.get("RAY_ADDRESS"):
+    processes look there first."""
+    if "working_dir_files" in _ROOT.parts:  # of a submitted job, which works in a copy of its code
         return
     for name in ("pipeline", "jobs", "serve"):
         for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
             if file.exists() and not ((_ROOT / file).exists() and file.samefile(_ROOT / file)):
                 raise BadInput(f"{file}: in the working directory hides polyrank's package {name} from Ray's "
-                               "processes; type the command in another folder")  # fmt: skip
+                               "processes; rename it, or type the command in another folder")  # fmt: skip
 
 
 def _start_ray(address: str, options: dict[str, Any]) -> Any:
@@ -141,23 +138,6 @@ def _without_line_of_log_level() -> Iterator[None]:
             for line in captured:
                 if b"Set ray log level from environment variable" not in line:
                     os.write(2, line)
-
-
-def require_own_packages() -> None:
-    """Raises BadInput where the current folder has a module with the name of one of polyrank's packages.
-
-    Ray's processes look there first."""
-    folder = Path.cwd()
-    is_submitted = "working_dir_files" in _ROOT.parts  # the folder is then a copy of _ROOT
-    if is_submitted or folder == _ROOT:
-        return
-    for name in _PACKAGES:
-        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if file.exists():
-                raise BadInput(
-                    f"{file}: Ray's processes would take it for polyrank's own package {name!r}; rename it, "
-                    "or run the command in another folder"
-                )
 
 
 def require_free(host: str, port: int) -> None:

@@ -53,7 +53,7 @@ def run(config: Config) -> program.Summary:
     pools = f" and {', '.join(config.pools)}" if config.pools else ""
     say(f"reads {config.model}{pools}")
     cluster.require_free(config.host, config.port)
-    cluster.require_own_packages()
+    cluster.require_visible_packages()
 
     from serve.app import build
 

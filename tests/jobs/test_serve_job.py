@@ -32,10 +32,10 @@ def test_the_copy_of_a_submitted_jobs_code_is_polyranks_own(tmp_path, monkeypatc
     (tmp_path / "pipeline" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(serve_job.cluster.BadInput):
-        serve_job.cluster.require_own_packages()
+        serve_job.cluster.require_visible_packages()
     unpacked = Path("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")
     monkeypatch.setattr(serve_job.cluster, "_ROOT", unpacked)
-    serve_job.cluster.require_own_packages()
+    serve_job.cluster.require_visible_packages()
 
 
 def test_a_taken_port_and_a_model_that_is_none_are_refused(
@@ -47,18 +47,6 @@ def test_a_taken_port_and_a_model_that_is_none_are_refused(
         assert f"--port {port}: in use; choose another" in refusal
     refusal = run_job_here("serve", "--model", convai2_corpus.uri, "--port", free_port()).refusal
     assert "kind is 'corpus'; needed here: ranker" in refusal
-
-
-@pytest.mark.parametrize("file", ["serve.py", "pipeline/__init__.py"])
-def test_a_file_that_ray_would_take_for_polyrank_s_is_named(
-    run_job_here, tiny_ranker, tmp_path, monkeypatch, file
-):
-    model = tiny_ranker("bi").uri
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).touch()
-    monkeypatch.chdir(tmp_path)
-    refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
-    assert f"{tmp_path / file}: Ray's processes would take it for polyrank's own package" in refusal
 
 
 @pytest.mark.parametrize("name", [HASHES, FILE])

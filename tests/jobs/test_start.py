@@ -139,7 +139,6 @@ def test_input_that_is_wrong_is_refused_without_a_slow_library(tmp_path, empty, 
 
 @pytest.mark.parametrize("file", ["pipeline.py", "serve.py", "jobs/__init__.py"])
 def test_a_module_that_hides_a_package_from_rays_processes_is_refused(tmp_path, monkeypatch, file):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster.require_visible_packages()  # in the checkout the packages are ours
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipeline").mkdir()  # a folder of files hides nothing
