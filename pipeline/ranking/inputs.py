@@ -61,9 +61,7 @@ def require_top_k(top_k: int) -> None:
 
 
 def _require_list(values: Iterable[ItemT], name: str, contents: str) -> list[ItemT]:
-    is_table = hasattr(
-        values, "columns"
-    )  # of pandas or polars: it would give the names of its columns
+    is_table = hasattr(values, "columns")  # which would give the names of its columns
     is_no_list = isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable)
     if is_table or is_no_list:
         raise BadInput(

@@ -224,7 +224,7 @@ class Ranker:
         *,
         where: Where | None = None,
         allow: Collection[str] | None = None,
-        deny: Collection[str] = (),
+        deny: Collection[str] | None = (),
         method: Method = "auto",
     ) -> Ranking:
         """The best `top_k` candidates for a context, best first; all of them if there are fewer.
@@ -256,6 +256,7 @@ class Ranker:
         pool.require_model(self)
         among = None
         # Arrays and series of ids have no truth value.
+        deny = () if deny is None else deny
         if where or allow is not None or not isinstance(deny, Collection) or len(deny):
             among = filters.select(pool, allow, deny, where)
             if not among.any():

@@ -211,6 +211,7 @@ def test_ids_may_be_an_array_or_a_series(home: Path):
     for ids in (np.array(["r1", "r2"]), pandas.Series(["r1", "r2"])):
         assert {r.id for r in ranker.search(pool, CONTEXT, allow=ids)} == {"r1", "r2"}
         assert {r.id for r in ranker.search(pool, CONTEXT, deny=ids)} == {"r3", "r4", "r5"}
+    assert ranker.search(pool, CONTEXT, deny=None) == ranker.search(pool, CONTEXT)
 
 
 def test_a_pool_refuses_another_ranker(home: Path):
