@@ -21,7 +21,8 @@ with DAG(
         task_id="embed_pool",
         cwd="/srv/polyrank",
         # The name says the run: another try follows a run that goes on, resumes one that failed, and sends
-        # none twice that has succeeded. A run that a person starts may have no logical date.
+        # none twice that has succeeded: to send such a night again start a new run, as a cleared one does
+        # nothing. A run that a person starts may have no logical date.
         bash_command=(
             ".venv/bin/python -m jobs.submit --wait"
             " --name reembed-articles-{{ dag_run.run_after | ts_nodash }}"
