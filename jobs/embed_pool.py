@@ -64,9 +64,9 @@ class Config:
     """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
     same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
-    """Keep this many versions, and also CURRENT and each version that a service has open. A killed build
-    stays until this many newer versions are there. 0: keep all versions, and a killed build until the
-    next version."""
+    """Keep this many versions, and also CURRENT, each version that a service has open, and (from 2 on) the
+    newest one by another model. A killed build stays until this many newer versions are there. 0: keep
+    all versions, and a killed build until the next version."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
     """Also keep versions that are younger than this."""
     lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
@@ -168,7 +168,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
     current = _current_name(config)  # before it is compared with: it may move at any time
     previous = versions.open_before(config.pools, config.name)
-    versions.finish_removals(config.pools, config.name)
+    versions.finish_removals(config.pools, config.name, job.version)
     out = draft(job.uri, KIND, config, job.made_from.references)
     if isinstance(out, Artifact):
         if previous:
@@ -263,7 +263,7 @@ def _plan(config: Config, job: _Job, out: Draft, previous: Version | None) -> Pl
         out, job.made_from.files, config.embed, config.gate, config.reading, previous, source,
         precision, privacy,
     )  # fmt: skip
-    job.made_from.stamps.check("candidates", out.staging)
+    job.made_from.check_candidates(out.staging)
     for note in plan_record.notes:
         _say(config, note)
     plan, rows = plan_record.plan, rows_to_embed(plan_record)

@@ -26,12 +26,23 @@ class PoolInputs:
 
     model: Artifact
     architecture: str
+    candidates: tuple[str, ...]
+    """URIs of files and folders."""
     files: list[str]
-    """Of the candidates."""
+    """The candidates' files."""
     stamps: fingerprints.Stamps
     """Of these files."""
     references: dict[str, Any]
     """By name; their fingerprints are a part of the version's name."""
+
+    def check_candidates(self, staging: str) -> None:
+        """Raises Stopped where a file of the candidates has changed, or one has come, as of an export that is
+        still being written, and removes what was made of them."""
+        self.stamps.check("candidates", staging)
+        if later := set(_candidate_files(self.candidates)[0]) - set(self.files):
+            storage.delete(staging)
+            came = f"--candidates {min(later)}: has come while the others were read"
+            raise Stopped(f"{came}; the same command begins anew")
 
     def check_model(self, staging: str) -> None:
         """Raises Stopped where the model has been replaced, and removes what was made: a node reads the
@@ -77,7 +88,7 @@ def resolve_inputs(
     if order_counts and len(files) > 1:
         order = digest([storage.name_of(file) for file in files])
         references["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
-    return PoolInputs(model, settings.architecture, files, stamps, references)
+    return PoolInputs(model, settings.architecture, tuple(candidates), files, stamps, references)
 
 
 def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:

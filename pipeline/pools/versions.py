@@ -213,7 +213,8 @@ def remove_old(
     """Removes versions, and (`unfinished`) what killed builds have left.
 
     What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
-    (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    (PREVIOUS; not with `keep` 1), the newest one by another model than CURRENT's, to which a rollback of the
+    model goes (not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
     The newest of the others stays, too, where it has so many candidates that all that stay lack more than
     `max_removed_share` of them: it may be the last one before an export broke off. So does a
     version whose manifest cannot be read.
@@ -234,7 +235,10 @@ def remove_old(
     # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
     with current_locked(pools, name):
         storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
-        protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+        current = current_name(pools, name)
+        protected = [current]
+        if keep > 1:
+            protected += [previous_name(pools, name), _newest_of_another_model(newest, current)]
         removable = [
             version
             for version in (newest[keep:] if keep else [])
@@ -253,10 +257,15 @@ def remove_old(
     return Removal(removed, larger, killed_runs)
 
 
-def finish_removals(pools: str, name: str) -> None:
-    """Removes what a killed `remove_old` has left, which would be in the way of a version of that name."""
+def finish_removals(pools: str, name: str, next_version: str) -> None:
+    """Removes what a killed `remove_old` has left, which would be in the way of a version of that name.
+
+    Also removes other builds that have embedded nothing, such as those that the gate has refused: each has
+    all texts of its input, and while no version is published nothing else removes them.
+    """
     for uri in _drafts(pools, name):
-        if not read_request(uri):
+        is_next = storage.name_of(uri).removesuffix(".partial") == next_version
+        if not read_request(uri) or not (is_next or read_run(uri)):
             discard(uri)
 
 
@@ -266,6 +275,13 @@ def _created_at(version: Artifact) -> float:
 
 def _candidates(version: Artifact) -> int:
     return version.counts.get("candidates", 0)
+
+
+def _newest_of_another_model(versions: Sequence[Artifact], current: str) -> str:
+    """The newest version by another model than that of the version `current`; "": there is none."""
+    model_of = {version.name: version.model_fingerprint for version in map(Version, versions)}
+    models = (name for name in model_of if model_of[name] != model_of.get(current, model_of[name]))
+    return next(models, "")
 
 
 def _is_outlived(draft: str, versions: Sequence[Artifact], keep: int) -> bool:

@@ -173,6 +173,26 @@ def test_an_export_that_is_still_being_written_makes_no_version(
     assert embed(texts).summary["counts"]["candidates"] == 10
 
 
+def test_a_folder_that_gets_another_file_while_it_is_read_makes_no_version(
+    embed, texts, tmp_path, monkeypatch
+):
+    (tmp_path / "export").mkdir()
+    texts.rename(tmp_path / "export" / "1.jsonl")
+    later, stage = tmp_path / "export" / "2.jsonl", candidates.stage
+
+    def stage_and_deliver(*arguments):
+        later.write_text('{"id": 9, "text": "text 9"}\n')
+        return stage(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(candidates, "stage", stage_and_deliver)
+        done = embed(later.parent)
+    assert done.code == 1
+    assert f"--candidates {later}: has come while the others were read" in done.stderr
+    assert versions(tmp_path / "pools") == []
+    assert embed(later.parent).summary["counts"]["candidates"] == 10
+
+
 def test_of_a_truncated_file_it_is_said_that_the_rest_is_missing(embed, tmp_path):
     file = tmp_path / "texts.jsonl.gz"
     lines = "".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(9))

@@ -195,6 +195,9 @@ def test_an_export_that_broke_off_is_refused_before_anything_is_embedded(
     assert "the same command with --gate.max-removed-share 1" in line
     assert not [name for name in actors_in_process if name.startswith("part-")]
     assert current(pools) == first["version"]
+    stopped(night({"1": FIRST["1"]}))
+    left = [name for name in versions(pools) if name != first["version"]]
+    assert len(left) == 1  # the texts of the last export, not those of each night
     dry = night(few, "--dry-run")
     assert "would be refused: the gate: 28 of the 30 ids" in dry.stdout
     meant = night(few, "--gate.max-removed-share", 1).summary

@@ -34,8 +34,9 @@ IN_MEMORY = pytest.mark.parametrize("pools", ["memory://bucket/pools"], indirect
 """As in an object store."""
 
 
-def begin(pools: str, version: str) -> Draft:
-    out = draft(storage.join(pools, "p", version), "pool", EmbedConfig(), {})
+def begin(pools: str, version: str, model: str = "m") -> Draft:
+    inputs = {"model": {"uri": model, "fingerprint": model}}
+    out = draft(storage.join(pools, "p", version), "pool", EmbedConfig(), inputs)
     assert isinstance(out, Draft)
     out.write_file("rows/part-00000.arrow", b"rows")
     return out
@@ -45,11 +46,11 @@ def begin(pools: str, version: str) -> Draft:
 def publish(pools, monkeypatch):
     """`publish("v-1", age_days)`: a version that was published so long ago, and is CURRENT now."""
 
-    def run(version: str, age_days: float, rows: int = 0) -> Artifact:
+    def run(version: str, age_days: float, rows: int = 0, model: str = "m") -> Artifact:
         when = datetime.fromtimestamp(time.time() - age_days * DAY, UTC)
         with monkeypatch.context() as patch:
             patch.setattr(drafts, "datetime", type("Then", (), {"now": lambda _: when}))
-            found = begin(pools, version).publish([], {"candidates": rows})
+            found = begin(pools, version, model).publish([], {"candidates": rows})
         make_current(pools, "p", version)
         return found
 
@@ -82,6 +83,14 @@ def test_current_stays_however_old_it_is(pools):
     make_current(pools, "p", "v-4")
     assert versions.remove_old(pools, "p", 1, 0).removed == ["v-2", "v-3"]
     assert there(pools) == ["v-1", "v-4"]
+
+
+def test_the_newest_version_of_the_model_before_stays_for_a_rollback(pools, publish):
+    for night, model in zip(range(6, 0, -1), "aabbbb", strict=True):
+        publish(f"v-{night}", night, model=model)
+    assert versions.remove_old(pools, "p", 2, 0).removed == ["v-3", "v-4", "v-6"]
+    assert there(pools) == ["v-1", "v-2", "v-5"]
+    assert versions.remove_old(pools, "p", 1, 0).removed == ["v-2", "v-5"]
 
 
 @IN_MEMORY
