@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from jobs import program
 from pipeline import registry, storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
 from pipeline.pools import promotion, versions
 from pipeline.pools.lock import Lock, current_locked, locked
-from pipeline.pools.pool import Pool
+from pipeline.pools.pool import KIND, Pool
 
 _CANDIDATE = "candidate"
 _LOCK_EXPIRES_S = 120.0
@@ -64,7 +64,8 @@ class Config:
     """Keep the pool at this version: nightly jobs publish further versions and leave CURRENT as it is.
     A rollback always pins."""
     unpin: bool = False
-    """Let nightly jobs move CURRENT again. Alone it moves nothing."""
+    """Let nightly jobs move CURRENT again. Alone it moves nothing. To promote a model with a pinned pool give
+    this option or `--pin`."""
     dry_run: bool = False
     """Compare and print what would move."""
 
@@ -127,10 +128,14 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     failure in between, the same command does what is missing."""
     from pipeline import tracking
 
+    is_told = config.rollback or config.pin or config.unpin
+    if config.pools and not is_told and promotion.is_pinned(config.pools, config.name):
+        # The model that a rollback has left is still the candidate, and as good in the comparison as before.
+        raise BadInput(f"pool {config.name}: it is pinned, as by a rollback; allowed: --unpin, which lets "
+                       "nightly jobs move CURRENT again, or --pin")  # fmt: skip
     previous = tracking.previous_alias(config.alias)
     version_name = config.version or (previous if config.rollback else _CANDIDATE)
-    version, source = tracking.registered_version(config.registered_model, version_name)
-    candidate = open_artifact(source, "ranker")
+    version, candidate = tracking.registered_version(config.registered_model, version_name)
     version_before = tracking.version_of_alias(config.registered_model, config.alias)
     summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
                                 "before": version_before}  # fmt: skip
@@ -139,8 +144,8 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     if config.corpus and not version_before:
         print(f"model {name}: it has no {config.alias} yet, so nothing is compared")
     elif config.corpus and version_before != version:
-        _, source = tracking.registered_version(name, version_before)
-        summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
+        _, champion = tracking.registered_version(name, version_before)
+        summary["comparison"] = _compare(config, champion, candidate)
     promotion_run = tracking.start_without_artifact(
         "promote", name, {"model": candidate}, to_dict(config)
     )
@@ -149,6 +154,7 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
             summary["pool"] = _move_pool(config, pool, lock)
         if not config.dry_run:
             tracking.move_alias(config.registered_model, config.alias, version)
+        _say_move(config, f"model {name}: {config.alias}", version_before, version)
         if run:
             run.attach({"promotion.json": json.dumps(summary, indent=1).encode()})
     return summary
@@ -228,7 +234,30 @@ def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any
                 promotion.set_pin(pools, name, pin)
             promotion.promote(pools, name, version)
         is_pinned = pin or (not config.unpin and promotion.is_pinned(pools, name))
+    _say_move(config, f"pool {name}: CURRENT", _described(config, version_before),
+              _described(config, version))  # fmt: skip
+    if is_pinned:
+        print(
+            f"pool {name} is pinned: nightly jobs leave CURRENT as it is, until --unpin", flush=True
+        )
     return {"name": name, "version": version, "before": version_before, "pinned": is_pinned}
+
+
+def _described(config: Config, version: str) -> str:
+    """A version with its age and size: a model's newest version may be weeks older than CURRENT."""
+    try:
+        made = read_artifact(storage.join(config.pools, config.name, version), KIND)
+    except BadInput:  # CURRENT names none, or one that cannot be opened
+        return version
+    time = str(made.manifest["created_at"])[:16].replace("T", " ")
+    return f"{version} ({time} UTC, {made.counts.get('candidates', 0):,} candidates)"
+
+
+def _say_move(config: Config, subject: str, before: str, after: str) -> None:
+    moves = "would move" if config.dry_run else "has moved"
+    before, after = before or "none", after or "none"
+    moved = f"stays {after}" if before == after else f"{moves} from {before} to {after}"
+    print(f"{subject} {moved}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_REPO_URL
 
 from pipeline import registry, storage
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, flatten
 from pipeline.engine import report
 from pipeline.engine.draft import RUN, Draft
@@ -390,10 +390,11 @@ def note_quality(artifact: Artifact, corpus: Artifact, numbers: Mapping[str, flo
         print(f"{error}; no registered version is tagged", file=sys.stderr, flush=True)
 
 
-def registered_version(name: str, version: str) -> tuple[str, str]:
-    """(number, URI of the model) of a version: a number, or what an alias means.
+def registered_version(name: str, version: str) -> tuple[str, Artifact]:
+    """(number, model) of a version: a number, or what an alias means.
 
-    Raises BadInput where the registry has no such model or version, and Stopped where it does not answer.
+    Raises BadInput where the registry has no such model or version, or another model has taken the place of
+    the registered one, and Stopped where the registry does not answer.
     """
     client = registry.client()
     with registry.answers(f"{name}, version {version}"):
@@ -402,7 +403,15 @@ def registered_version(name: str, version: str) -> tuple[str, str]:
         if not number.isdecimal():
             alias_names = ", ".join(sorted(aliases)) or "none"
             raise BadInput(f"{name}: no version has the alias {version}; there are: {alias_names}")
-        return number, registry.uri_of(client.get_model_version(name, number))
+        found = client.get_model_version(name, number)
+    model = open_artifact(registry.uri_of(found), "ranker")
+    registered = found.tags.get("fingerprint", model.fingerprint)
+    if model.fingerprint != registered:
+        raise BadInput(
+            f"{name}, version {number}: was registered as {registered}, and {model.uri} holds another model "
+            f"now, {model.fingerprint}; nothing can be compared with that version, or go back to it"
+        )
+    return number, model
 
 
 def version_of_alias(name: str, alias: str) -> str:

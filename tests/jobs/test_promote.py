@@ -11,6 +11,7 @@ import pytest
 
 from jobs import embed_pool, promote
 from pipeline import storage, tracking
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.engine import executors
 from pipeline.pools.lock import locked
@@ -218,8 +219,12 @@ def test_model_and_pool_move_together(run_job_here, embed, tiny_ranker, tmp_path
     def now():
         return aliases_of("pair")["champion"], current_name(str(tmp_path / "pools"), "replies")
 
-    planned = run_job_here(*together, "--dry-run").summary
+    finished = run_job_here(*together, "--dry-run")
+    planned = finished.summary
     assert (planned["version"], planned["pool"]["version"]) == (two, of_new)
+    assert f"pool replies: CURRENT would move from {of_old} (" in finished.stdout
+    assert f" UTC, 4 candidates) to {of_new} (" in finished.stdout
+    assert f"model pair: champion would move from {one} to {two}\n" in finished.stdout
     assert now() == (one, of_old)
     run_job_here(*together)
     assert now() == (two, of_new)
@@ -234,6 +239,12 @@ def test_model_and_pool_move_together(run_job_here, embed, tiny_ranker, tmp_path
     moves = [(entry["before"], entry["version"], entry["pool"]["version"]) for entry in recorded]
     # Neither the refused one nor the plan.
     assert moves[-2:] == [(one, two, of_new), (two, one, of_old)]
+    # A workflow that runs again would bring back what somebody has left.
+    assert "pool replies: it is pinned, as by a rollback" in run_job_here(*together).refusal
+    assert now() == (one, of_old)
+    pinned = run_job_here(*together, "--pin")
+    assert pinned.summary["pool"]["pinned"] and "nightly jobs leave CURRENT" in pinned.stdout
+    assert now() == (two, of_new)
 
 
 def test_a_candidate_no_better_is_kept_back(
@@ -253,6 +264,29 @@ def test_a_candidate_no_better_is_kept_back(
     assert low <= done["comparison"]["difference"] <= high
     assert done["comparison"]["examples"] == convai2_corpus.counts["examples.valid"]
     assert aliases_of("rivals")["champion"] == two
+
+
+def test_a_registered_model_that_another_one_has_replaced_is_not_compared(
+    run_job_here, tiny_ranker, convai2_corpus, tracking_uri, tmp_path
+):
+    """Both versions would be the new model: no difference, and so a promotion."""
+    for seed, alias in ((1, "champion"), (2, "candidate")):
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        shutil.copytree(tiny_ranker("bi", seed=seed).uri, tmp_path / "model")
+        made = open_artifact(str(tmp_path / "model"), "ranker")
+        tracking.register("retrained", made, alias)
+    compared = (
+        "promote",
+        "--model",
+        "retrained",
+        "--corpus",
+        convai2_corpus.uri,
+        "--split",
+        "valid",
+    )
+    refused = run_job_here(*compared).refusal
+    assert f"{made.uri} holds another model now, {made.fingerprint}" in refused
+    assert aliases_of("retrained") == {"champion": "1", "candidate": "2"}
 
 
 def test_models_are_compared_by_the_protocol_of_the_corpus(
