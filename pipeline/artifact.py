@@ -29,7 +29,7 @@ _MADE_BY = {
     "corpus": "jobs.prepare_corpus",
     "tokenizer": "jobs.train_tokenizer",
     "encoder": "jobs.pretrain",
-    "ranker": "jobs.finetune",
+    "ranker": "jobs.finetune, or jobs.convert_model of a published model,",
     "pool": "jobs.embed_pool",
     "classifier": "jobs.classify_intents",
 }

@@ -217,7 +217,7 @@ def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
     (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
     (("--embed.context-column", "q"), "needs one vector for each context; 'poly' has"),
     (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
-    (("--model", "nowhere"), "not a ranker (there is no such folder)"),
+    (("--model", "nowhere"), "folder); jobs.finetune, or jobs.convert_model of a published model, makes one"),
     (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
     (("--name", "a/b"), "name: 'a/b' is not allowed"),
 ])  # fmt: skip
