@@ -72,7 +72,7 @@ def submitted_by_cronjob() -> tuple[str, str]:
     assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", [2])
     assert (ignores["action"], ignores["onPodConditions"]) == (
         "Ignore",
-        [{"type": "DisruptionTarget"}],
+        [{"type": "DisruptionTarget", "status": "True"}],  # Kubernetes' schema asks for a status
     )
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
