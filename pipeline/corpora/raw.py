@@ -169,13 +169,17 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
 
 
 def with_line_feeds(pieces: Iterable[AnyStr]) -> Iterator[AnyStr]:
-    """The pieces; with line feeds for carriage returns where the first piece has these alone, as files of old
-    spreadsheets do."""
+    """The pieces; with line feeds for carriage returns where these alone end the lines of the first piece, as
+    in files of old spreadsheets and of Excel for the Mac, whose cells in quotes hold line feeds."""
     old_lines: bool | None = None
     for piece in pieces:
-        feed, carriage_return = (b"\n", b"\r") if isinstance(piece, bytes) else ("\n", "\r")
+        feed, carriage_return, quote = (
+            (b"\n", b"\r", b'"') if isinstance(piece, bytes) else ("\n", "\r", '"')
+        )
         if old_lines is None:
-            old_lines = feed not in piece and carriage_return in piece[:-1]
+            before, first_feed, _ = piece.partition(feed)
+            is_in_quotes = before.count(quote) % 2 == 1
+            old_lines = carriage_return in before[:-1] and (not first_feed or is_in_quotes)
         yield piece.replace(carriage_return, feed) if old_lines else piece
 
 

@@ -25,6 +25,10 @@ _UNSPACED_LETTER = (
     r"\ua980-\ua9df\uf900-\ufaff\uff66-\uff9f]"
 )
 _UNSPACED = re.compile(_UNSPACED_LETTER)
+# Thai and Lao end a sentence by a space alone, which stands beside numbers and names as well. So one ends
+# a sentence where 10 letters, some five words, stand on both sides.
+_THAI_WORDS = r"[\u0e01-\u0e2e\u0e30-\u0e45\u0e47-\u0e4e\u0e81-\u0ec4\u0ec8-\u0ecd]{10}"
+_THAI_END = re.compile(rf"\s(?<={_THAI_WORDS}\s)\s*(?={_THAI_WORDS})")
 # In Unicode the usual letters of Georgian are lower case, but its texts have no capitals.
 LOWER = "".join(
     letter for letter in map(chr, range(0x10000)) if letter.islower() and not "ა" <= letter <= "ჿ"
@@ -69,8 +73,9 @@ _ABBREVIATION = re.compile(
     r"|[Гг]р|[Кк]н|[Сс]в|[Оо]з|[Пп]ос|[Дд]ер|[Кк]в|англ|н[еі]м|фр|франц|лат|греч|гр|исп|итал?"
     r"|польск|укр|рос|рус|яп|араб|ивр|нидерл|швед|болг|чеш|серб"
     r"|डॉ|प्रो|कि\.मी)"
-    # An initial, which is not the last letter behind a vowel sign, as in Thai, nor that of т. д. (etc.).
-    r"|(?<![^\s.(\[\"'«„“-])(?!(?:(?<=т\.)|(?<=т\.\s))[дп]\.)[^\W\d_])\.$"
+    # An initial, which is not the last letter behind a vowel sign, as in Thai, nor that of т. д. (etc.), nor
+    # an island or a river of Scandinavia.
+    r"|(?<![^\s.(\[\"'«„“-])(?![øöå]\.|(?:(?<=т\.)|(?<=т\.\s))[дп]\.)[^\W\d_])\.$"
 )
 # What stands before a number, of figures, pages, days or years, and elsewhere may end a sentence.
 _BEFORE_NUMBER = re.compile(
@@ -153,4 +158,6 @@ def split_sentences(paragraph: str) -> list[str]:
             sentences.append(paragraph[start : end.end()].strip())
             start = end.end()
     sentences.append(paragraph[start:].strip())
+    if not paragraph.isascii():
+        sentences = [part for text in sentences for part in _THAI_END.split(text)]
     return [text for text in sentences if text]

@@ -53,12 +53,12 @@ _OTHER_LAYOUT = re.compile(
     re.IGNORECASE,
 )
 # Numbers of subtitles, lines that begin with a time, a date or frames or end with a time, pairs of seconds,
-# names of fields, marks between fields, and tabs: raw text has few of them.
+# names of fields, numbers or marks between fields, and tabs: raw text has few of them.
 _NUMBERED = re.compile(
-    r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+\s*(?:[,;|]|[.)]\s|$)|\S\t+\S"
+    r"^[\s-]*\d{1,3}(?:[:.;h'-]\d\d){1,3}\s*\W?\s*[^\W\d]|^\s*\d+(?:\.\d+)?\s*(?:[,;|]|[.)]\s|$)|\S\t+\S"
     r"|^\W?\d{1,4}[./-]\d{1,2}[./-]\d{2,4}\b|\d+:\d\d:\d\d|\s\d{1,3}:\d\d\s*$|\d\.\d+ +\d+\.\d"
     r"|^\s*\w+(?: \[\d+\])? = \S|^\s*(?:msgid|msgstr|- \w+:) ?\S|^\(\W?\w+\W?\)[=>]"
-    r"|\|\|\||\+\+\+|\({|={4}"
+    r"|\|\|\||\+\+\+|\({|={4}|[,;|]\d+(?:\.\d+)?\s*$|^\s*\|.*\|\s*$"
 )
 _LEAST_NUMBERED, _MANY_NUMBERED = 4, 0.3  # lines, and their share of the first ones
 _ALLOWED = "allowed: raw text, one subtitle in a line, as OPUS has it"

@@ -21,10 +21,12 @@ _PERSON = (
     r"(?:(?:the |an? |its? |our )?(?:original )?(?:user|author|auto ?mod|mod|op\b|person|poster|owner)\w*"
     rf"{_OF_SUBREDDIT}(?: who (?:originally )?posted it)?)"
 )
-_REDDIT = r"(?:reddit|(?:the )?admin)\w*(?:'s (?:[\w-]+ ){0,2}(?:filters?|system|team))?"
+_REDDIT = (
+    r"(?:reddit|(?:the )?(?:reddit )?admin)\w*(?:'s (?:[\w-]+ ){0,2}(?:filters?|system|team))?"
+)
 _TOOL = (
     r"(?:redact|shreddit|ereddicator|power ?delete ?suite|nuke ?reddit"
-    r"|\[?(?:an?|this) \w+[ -]source script)"
+    r"|\[?(?:an?|this) \[?\w+[ -]source script)"
 )
 _BECAUSE = r"(?:for|because|due to|as|since|per|under|from /?r/)"
 # Why moderators remove a comment, in their words.
@@ -48,19 +50,24 @@ _AS_A_BOT = (
     r"(?:[^\w?].*\b(?:i am a bot|(?:contact|message|pm) (?:the|us|a) ?mod\w*|mod ?mail)\b.*)"
 )
 _GREETING = (
-    r"(?:(?:hello|hi|hey|greetings|thanks|thank you|sorry|unfortunately)\b[^.!?,]*[.!?,]\s*)"
+    r"(?:(?:(?:hello|hi|hey|greetings|thanks|thank you|(?:i'?m )?sorry|unfortunately|however)\b[^.!?,]*[.!?,]"
+    r"|/?u/[\w-]+\s*[.!?,:–-]|please read this entire message\W)\W*(?:but )?)"
 )
-_WAS_REMOVED = rf"{_WAS} (?:automatically )?{_REMOVED}"
+_WAS_REMOVED = rf"{_WAS} (?:automatically )?{_REMOVED}{_OF_SUBREDDIT}"
 _WITH_A_RULE = rf"(?: (?:by {_PERSON} )?{_BECAUSE}\b[^?]*{_RULE}[^?]*)"
 
 _ENGLISH = (
     # [ Removed by Reddit on account of violating the [content policy](/help/…). ]; [removed] Rule 2
-    rf"\[\s*(?:(?:this|the|your) )?(?:{_THING} )?(?:{_WAS} )?(?:{_REMOVED}|unavailable)"
-    r"(?:\s*\]|\W*\b(?:by|using|via|with|in|on|to|for|from|at|as|per|under|due|because|after|since|this|rule)\b"
-    rf"(?:[^\[\]]|\[[^\[\]]*\])*\]){_RULE_NAMED}?",
+    rf"\[\s*(?:(?:this|the|your) )?(?:{_THING} |(?:link|image|picture|photo|video|url) )?(?:{_WAS} )?"
+    rf"(?:{_REMOVED}|unavailable|censored)"
+    r"(?:\s*\]|\W*\b(?:by|using|via|with|in|on|to|for|from (?:/?r/|reddit|this)|at|as|per|under|due|because"
+    rf"|after|since|this|rule|see|along|{_FAULT})\b(?:[^\[\]]|\[[^\[\]]*\])*\]){_RULE_NAMED}?",
+    rf"\[\s*{_REMOVED} {_THING}\s*\]",
     # Removed, (comment deleted), \[removed\], deleted by user; removed, rule 2
-    rf"\\?[\[({{<]*\s*(?:{_THING} )?{_REMOVED}(?: by (?:{_PERSON}|{_REDDIT}|{_TOOL}))?\s*\\?[\])}}>]*",
-    rf"{_REMOVED}(?:\s?[.,:;-]|\s{_BECAUSE})\s?(?:\w+ ){{0,2}}rules? #?(?:\d.*|[IVX]+)",
+    rf"\\?[\[({{<]*\s*(?:edit ?: ?)?(?:{_THING} )?{_REMOVED}(?: by (?:{_PERSON}|{_REDDIT}|{_TOOL}))?"
+    r"\s*\\?[\])}>]*",
+    rf"(?:{_THING} )?{_REMOVED}[*_]*(?:\s?[.,:;-]|\s{_BECAUSE})[*_]*"
+    r"\s?(?:\w+ ){0,2}rules? #?(?:\d.*|[IVX]+)",
     rf"\[\s*{_CHANGED}\s*\]|\(?rules? #?\d+\)?\s?[-.:,]?\s?{_REMOVED}|{_REMOVED} \(rules? #?\d+[^?]*\)"
     rf"|locked and {_REMOVED}|\[?(?:comment )?(?:chain|thread)s? (?:{_REMOVED}|nuked|wiped)\]?",
     rf"(?:your {_THING} was )?(?:{_THING} )?{_REMOVED}(?:\s?[:-]| for)\s?{_FAULT}",
@@ -69,34 +76,41 @@ _ENGLISH = (
     # [deleted] ^^^0.1019 [^^^What ^^^is ^^^this?](https://pastebin.com/…)
     r"\[?deleted\]?[\s^]+[\d.]*\s*\[?\W*what\W+is\W+this\W*(?:\(https?://[^)]*\))?",
     # Comment removed by moderator. Rule 3; deleted in protest; edited with Power Delete Suite
-    rf"(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_CHANGED} {_PROTEST}[^?]*",
+    rf"\[?(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_CHANGED} (?:by {_PERSON}\b[^?.]{{0,30}} )?"
+    rf"{_PROTEST}[^?]*",
+    rf"(?:this )?{_THING} {_WAS} {_REMOVED},? along with (?:its|my|the) account\b[^?]*",
+    r"(?:this )?user (?:has )?deleted their account",
     rf"(?:(?:this )?{_THING} )?(?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: and (?:the |my )?{_THING} {_REMOVED})?"
     r" (?:due to|because of) (?:reddit|(?:the )?api|spez)\b[^?]*",
     rf"i(?:'ve| have)? {_CHANGED} [^?.]*{_THING} [^?.]*{_PROTEST}[^?]*\b(?:api|reddit)\b[^?]*",
     rf"(?:this |(?:the )?original )?{_THING} (?:{_WAS} (?:\w+ )?)?(?:{_REMOVED}|erased)",
-    rf"(?:this )?{_THING} (?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: -)? \(?by {_PERSON}"
+    rf"(?:this |(?:the )?original )?{_THING} (?:{_WAS} (?:\w+ )?)?{_REMOVED}(?: -)? \(?by {_PERSON}"
     rf"(?:{_RULE_NAMED}|{_WITH_A_RULE}|{_AS_A_BOT})?",
     rf"{_GREETING}?(?:(?:this )?{_THING} (?:{_WAS} (?:\w+ )?)?)?{_REMOVED}(?: -)? \(?by {_REDDIT}"
     rf"(?: (?:in response to|on account of|{_BECAUSE})\b[^?]*|{_RULE_NAMED})?",
     rf"(?:this |(?:the )?original )?{_THING} (?:{_WAS} (?:\w+ )?)?{_CHANGED}(?: -)? (?:by {_PERSON} )?"
     rf"\(?(?:by|using|with|via) {_TOOL}\b.*",
     r".*\bmass (?:deleted|edited)(?: all reddit content via|/edited| (?:from|with|and anonymized with)"
-    r" \W*(?:https://)?red(?:dit|act))\b.*",
+    r" \W*(?:https://)?(?:www\.)?red(?:dit|act))\b.*",
     # The wording of Redact changes: "The content here was permanently deleted. Redact was used to remove it."
     r"[^?]*\bredact was used (?:by|to|for)\b[^?]*",
     rf"(?:this|the)\b[^?.]{{0,40}}\b(?:post|comment|content|message)\b[^?.]{{0,40}}\b{_CHANGED}\b[^?.]{{0,40}}"
     r"\b(?:with|using|via|by) \W*redact\b[^?]*",
     r"(?:edited|overwritten|(?:this )?\w+ (?:was|has been) archived) (?:with|using|via|by) "
-    r"(?:powerdeletesuite|nuke reddit(?: history)?|an automated script)\b[^?]*",
+    r"(?:power ?delete ?suite|nuke reddit(?: history)?|an automated script)\b[^?]*",
     r"this comment has been edited and (?:the )?original content overwritten",
     # Hello, your post has been removed because it breaks rule 2.
     rf"{_GREETING}+this {_THING} {_WAS} (?:locked and )?{_REMOVED} by {_PERSON}",
     rf"this {_THING} {_WAS} (?:locked and|nuked|wiped)(?: {_REMOVED})? by {_PERSON}",
     rf"{_GREETING}*this (?:{_THING} )?{_WAS_REMOVED}"
     rf"(?: by {_PERSON})?(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
-    rf"{_GREETING}*unfortunately\b,?\s*it {_WAS_REMOVED}(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
+    rf"{_GREETING}*(?:unfortunately\b,?|thank(?:s| you) for (?:your|submitting|posting)\b[^.!?]*,)"
+    rf"\s*(?:but )?it {_WAS_REMOVED}(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
+    rf"{_GREETING}*(?:we|i)(?:'ve| have)? (?:removed|had to remove) (?:your|this) {_THING}"
+    rf"(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})",
+    rf"(?:this|your) {_THING} (?:breaks|broke|violates|violated)\b[^?.]{{0,60}} and {_WAS_REMOVED}",
     rf"{_GREETING}*this {_WAS_REMOVED} by {_PERSON}",
-    rf"{_GREETING}*your {_THING} {_WAS_REMOVED}"
+    rf"{_GREETING}*your {_THING}{_OF_SUBREDDIT} {_WAS_REMOVED}"
     rf"(?: by {_PERSON})?(?:{_WITH_A_RULE}|{_RULE_NAMED}|{_AS_A_BOT})?",
     rf"{_GREETING}*your {_THING} (?:has been (?:automatically )?|(?:was|were) automatically ){_REMOVED}"
     rf" {_BECAUSE}\b[^?]*",
@@ -131,10 +145,11 @@ _ABROAD = (
     rf"\[\s*(?:{_THING_ABROAD} )?(?:{_WAS_ABROAD} )?(?:{_BY_ABROAD} )?{_REMOVED_ABROAD}"
     rf"(?: {_BY_ABROAD})?\s*\]",
     rf"{_THING_ABROAD} (?:{_WAS_ABROAD} )?(?:{_BY_ABROAD} )?{_REMOVED_ABROAD}(?: {_BY_ABROAD})?",
-    r"[\[【]?(?:该|此|本)?(?:评论|評論|回复|帖子|内容|留言)?(?:已经?)?被?(?:版主|管理员|作者|用户)?"
+    rf"{_BY_ABROAD} {_REMOVED_ABROAD}|{_REMOVED_ABROAD} {_BY_ABROAD}|gelöscht|entfernt|supprimé|удал[её]но",
+    r"[\[【]?(?:该|此|本)?(?:评论|評論|回复|回覆|帖子|内容|內容|留言)?(?:已经?)?被?(?:版主|管理员|作者|用户)?"
     r"(?:[删刪]除|移除)[\]】]?",
     r"[\[【]?(?:この)?(?:コメント|投稿|メッセージ)?は?(?:モデレーターによって|投稿者によって|投稿者により)?"
-    r"削除(?:されました|済み|されています)[\]】]?",
+    r"削除(?:されました|済み|されています)[\]】]?|[\[【]削除[\]】]",
     r"\[?(?:이 )?(?:댓글|게시물|글)?[이은]? ?(?:삭제되었습니다|삭제됨|삭제된 (?:댓글|게시물)입니다)\]?",
     r"\[?تم (?:ال)?(?:حذف|إزالة)(?: هذا)?(?: التعليق| المنشور)?(?: (?:من قبل|بواسطة) \pL+)?\]?",
 )  # fmt: skip
@@ -142,10 +157,10 @@ _ABROAD = (
 _KNOWN = pa.array(["[deleted]", "[removed]"])
 # A word that each other notice has. One by one, because RE2 takes ten times as long for all notices in one.
 _WORD_ABROAD = rf"(?i)(?:{_REMOVED_ABROAD}|[删刪]除|移除|削除|삭제|تم (?:ال)?(?:حذف|إزالة))"
-_WORD = rf"(?i)(?:{_CHANGED}|unavailable|redact|archived)|{_WORD_ABROAD}"
+_WORD = rf"(?i)(?:{_CHANGED}|had to remove|unavailable|redact|archived)|{_WORD_ABROAD}"
 _NOTICES, _NOTICES_ABROAD = (
     [
-        rf"(?is)^(?:[\s*_~^>`#-]|&gt;)*(?:{notice})(?:[\s*_~.!`。-]|\x{{200b}}|&#x200b;)*$"
+        rf"(?is)^(?:[\s*_~^>`#.-]|&[gl]t;)*(?:{notice})(?:[\s*_~.!`。-]|\x{{200b}}|&#x200b;|&gt;)*$"
         for notice in notices
     ]
     for notices in (_ENGLISH, _ABROAD)

@@ -87,6 +87,26 @@ NOTICES = [
     "[comment chain removed]", "This post has been locked and removed by the moderators",
     "[supprimé par l'utilisateur]", "[deletado pelo usuário]", "[تم الحذف]", "[raderat]", "[smazáno]",
     "[șters]", "[διαγράφηκε]", "[נמחק]", "[đã xóa]", "[dihapus]", "[ถูกลบ]", "[हटाया गया]", "[изтрито]",
+    # Macros of moderators, as subreddits have them, and other words of the same tools.
+    "Sorry, u/foo – your comment has been removed for breaking Rule 2: > **Be civil.** [Why?](/w)\n\nTo "
+    "appeal, message the moderators.",
+    "Hi /u/foo, thanks for submitting to r/aww! However, your post was removed from r/aww because of rule 3.",
+    "Thanks for your submission, but it has been removed for the following reason: Rule 3, no memes.",
+    "Please read this entire message\n\n---\n\nYour post has been removed for the following reason:\nRule 2",
+    "I'm sorry, but your submission was removed because it violates rule 3.", "**Removed:** Rule 4",
+    "Your comment in /r/news has been automatically removed because you used a URL shortener.",
+    "We have removed your comment because it breaks rule 2.", "Comment removed for breaking rule 1.",
+    "Sorry, but we had to remove your comment. Please contact the moderators with questions.",
+    "Your submission breaks rule 1 and has been removed.", "Comment removed: Rule 3", "[Removed: spam]",
+    "[removed - see rule 3]", "[link removed]", "[deleted comment]", "[deleted user]", "[Censored by Reddit]",
+    "&lt;removed&gt;", "...deleted...", "Edit: deleted", "Edited by Power Delete Suite",
+    "[Comment edited in protest of API changes of July 1st 2023]", "User deleted their account",
+    "[This comment has been deleted, along with its account, due to Reddit's API pricing policy.]",
+    "This content was deleted by its author & copyright holder in protest of the actions of Reddit's CEO.",
+    "This comment has been overwritten by an [open source script](https://greasyfork.org/en/scripts/1).",
+    "This post was mass deleted with www.Redact.dev", "Original comment removed by user",
+    "This comment has been removed by the Reddit admins.", "Vom Moderator entfernt", "Gelöscht", "Supprimé",
+    "Удалено", "[削除]", "[內容已刪除]",
 ]  # fmt: skip
 TEXTS = [
     "[deleted] said that I should not", "why was my comment removed ?", "My post was removed.",
@@ -137,6 +157,13 @@ TEXTS = [
     "User deleted his comment and ran away", "Rule 4 was removed last year.", "Removed for good.",
     "Your comment was removed for no reason at all.", "The thread was nuked from orbit, lol",
     "Comments nuked? Why?", "[edited for clarity]", "Sorry, this was removed by me by accident",
+    "[Removed from the list of candidates, he went home]", "We removed your sofa",
+    "I have removed your post from my memory", "Sorry, but I removed it because of rule 3",
+    "Thanks for your post, it was removed from my list", "User deleted their account and then came back",
+    "This comment breaks rule 2, report it.", "Der Autor entfernt sich", "edit: deleted the typo",
+    "However, my post was removed.", "Image removed background is great",
+    "Your post was removed from my feed, I guess", "Удалено 5 файлов", "Supprimé de la liste hier",
+    "Sorry, u/foo, I did not see your comment before it was removed.",
 ]  # fmt: skip
 
 

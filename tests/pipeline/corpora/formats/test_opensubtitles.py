@@ -127,6 +127,9 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
                 '(src)="{}">{}',
                 "- text: {1}",
                 'msgid "{1}"\nmsgstr ""',
+                "{0}.0,{0}.9,{1}",
+                "{1},{0}.0,{0}.9",
+                "| 00:0{} | {} |",
             )
         ),
     ],

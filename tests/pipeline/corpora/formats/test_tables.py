@@ -193,6 +193,13 @@ def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
     assert [row for _, row in rows] == ROWS
 
 
+def test_cells_of_excel_for_the_mac_hold_line_feeds_and_its_lines_end_in_carriage_returns(tmp_path):
+    """All rows but the first were set aside."""
+    rows, report = read(tmp_path / "x.csv", b'a,b\r"one\ntwo",1\rthree,"4\n5"\r')
+    assert [row for _, row in rows] == [{"a": "one\ntwo", "b": "1"}, {"a": "three", "b": "4\n5"}]
+    assert not report.malformed.counts
+
+
 @pytest.mark.parametrize("name", ["ROWS.{}", "rows.txt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, form, name):
