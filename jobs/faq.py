@@ -271,7 +271,8 @@ def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
     rows = (tables.read(file, {}, raw.Reading(), report, form=options) for file in files)
     if not any(True for _ in itertools.chain.from_iterable(rows)):
         broken = program.counts_in_words(report.malformed.counts)
-        raise BadInput(f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}")
+        refusal = f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}"
+        raise BadInput("; ".join([refusal, *report.notes]))
 
 
 def _job_options(config: Config, group: str) -> str:

@@ -331,6 +331,7 @@ def test_nested_rows_and_a_missing_header_are_named(run_job_here, tmp_path):
     ("", "faq.csv: has no rows"),
     ("question,answer\n", "faq.csv: has no rows"),
     ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
+    ("question;answer\nhow, so ?;so, so\n", "separated by ';', which --delimiter ';' reads"),
 ])  # fmt: skip
 def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, text, message):
     """One with a header alone was refused for its columns."""

@@ -209,7 +209,8 @@ def first_columns(
             return list(row[1])
     if report.malformed.counts:
         reasons = raw.reasons_text(report.malformed.counts)
-        raise BadInput(f"{uris[0]}: has no rows that can be read ({reasons})")
+        refusal = f"{uris[0]}: has no rows that can be read ({reasons})"
+        raise BadInput("; ".join([refusal, *report.notes]))
     return []
 
 
@@ -337,9 +338,9 @@ def _csv_rows(
 ) -> Rows:
     _, columns = next(records, (0, []))
     has_one = not set(columns).isdisjoint(option_columns.values())
-    hint = delimiter_hint(columns, form) or ("" if has_one else _FIRST_LINE)
-    _require_columns(uri, option_columns, columns, hint)
-    emptied = Counter[str]()
+    hint = delimiter_hint(columns, form)
+    _require_columns(uri, option_columns, columns, hint or ("" if has_one else _FIRST_LINE))
+    emptied, row = Counter[str](), dict[str, str]()
     for number, fields in records:
         report.records += 1
         if fields == columns:  # of files that were joined
@@ -352,6 +353,8 @@ def _csv_rows(
                     row[name] = ""
                     emptied[value] += 1
         yield number, row
+    if hint and not row:
+        report.notes.append(f"{uri}: no row fits the names of its columns{hint}")
     if emptied:
         counts = ", ".join(f"{count:,} {text}" for text, count in sorted(emptied.items()))
         report.notes.append(f"{uri}: cells that count as empty: {counts}")

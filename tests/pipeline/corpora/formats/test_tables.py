@@ -396,6 +396,14 @@ def test_a_table_of_broken_rows_alone_is_refused_for_them(tmp_path):
         tables.first_columns([str(file)], Reading())
 
 
+def test_another_delimiter_is_named_where_all_rows_have_commas_too(tmp_path):
+    """Excel's CSV in most of Europe: the rows alone were named as the fault."""
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"question;answer\nhow, so ?;so, so\nwhen ?;now, or then\n")
+    with pytest.raises(BadInput, match=r"no rows that .* \(the fields seem to be separated by ';'"):
+        tables.first_columns([str(file)], Reading())
+
+
 def test_of_many_or_long_names_of_columns_some_are_shown(tmp_path):
     """A refusal of 27 kB for a table of 4,000 columns, and passages for one without names."""
     names = ["passage " * 50, *(f"c{number}" for number in range(3999))]
