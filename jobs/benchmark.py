@@ -43,13 +43,9 @@ class Config:
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
     with intent/banking77."""
-    table: Literal[4, "distill", "encoders"] = 4
-    """For paper: 4 models. distill: what poly-64 learns from a cross-encoder, on a corpus of
-    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
-    encoder: tuple[str, ...] = ()
-    """For finetune and paper: an encoder, as for jobs.finetune; --table encoders takes several.
-    For gpu and serve: an encoder of sentence-transformers. gpu embeds with it; serve asks other services that
-    serve it."""
+    encoder: str = ""
+    """For finetune and paper: an encoder, as for jobs.finetune. For gpu and serve: an encoder of
+    sentence-transformers. gpu embeds with it; serve asks other services that serve it."""
     corpus: tuple[str, ...] = ()
     """For convert, finetune and gpu: a corpus. For paper: one corpus for each task. For search and serve:
     contexts of the first corpus are the questions, and the turns of all corpora are the candidates. For
@@ -64,9 +60,8 @@ class Config:
     without one no pool is made. For convert: a ConveRT model that was trained on the corpus; without one
     nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for embed: rate, night, engines, plan; for finetune: bf16,
-    fp32; for gpu: search, pretrain, embed; for serve: overhead, throughput, clients, load, fairness, rerank,
-    embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, engines, plan; for gpu: search, pretrain,
+    embed; for serve: overhead, throughput, clients, load, fairness, rerank, embed; none: all."""
     url: str = ""
     """For serve: measure the service that is already there, such as https://ranker.example, instead of one
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
@@ -95,13 +90,8 @@ class Config:
             require(bool(value), name, value, f"its URI, for {self.part}")
         takes_several = self.part in ("paper", "search", "serve") or len(self.corpus) <= 1
         require(takes_several, "corpus", self.corpus, "one, but for paper, search and serve")
-        is_of_encoders = self.part == "paper" and self.table == "encoders"
-        require(is_of_encoders or len(self.encoder) <= 1, "encoder", self.encoder,
-                "one, but for --table encoders")  # fmt: skip
-        differ = len({storage.name_of(uri) for uri in self.encoder}) == len(self.encoder)
-        require(differ, "encoder", self.encoder, "folders of different names")
         steps = _STEPS.get(self.part, {})
-        for name in self.only if self.part != "paper" else ():  # its names depend on the table
+        for name in self.only if self.part != "paper" else ():  # which knows its rows' names
             allowed = ", ".join(steps) or f"none, but for paper, {', '.join(_STEPS)}"
             require(name in steps, "only", name, allowed)
             for option in steps[name]:
@@ -131,7 +121,6 @@ class Config:
 
 _STEPS: dict[str, dict[str, tuple[str, ...]]] = {
     "embed": {"rate": (), "night": (), "engines": ("peers",), "plan": ()},
-    "finetune": {"bf16": (), "fp32": ()},
     "gpu": {"search": (), "pretrain": (), "embed": ("encoder", "corpus")},
     "serve": {"overhead": (), "throughput": (), "clients": (), "load": (), "fairness": (),
               "rerank": ("encoder",), "embed": ("encoder",)},
@@ -150,8 +139,8 @@ _TRAINING = ("finetune", "paper", "pretrain")
 
 def run(config: Config) -> program.Summary:
     # A wrong input is refused before a part imports its libraries, which takes seconds.
-    for uri in config.encoder:
-        open_encoder(uri)
+    if config.encoder:
+        open_encoder(config.encoder)
     for uri in config.corpus:
         open_artifact(uri, "corpus", TOKENS)
     if config.model:

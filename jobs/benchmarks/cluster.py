@@ -80,10 +80,6 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     yield _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)
 
 
-# -------------------------------------------------------------------------------------------------
-# Nodes
-
-
 def _speedup(
     name: str, job: Callable[[str], None], hook: Callable[[], None], cores: int, waiting: float, work: Path
 ) -> BenchmarkRow:  # fmt: skip
@@ -157,10 +153,6 @@ def wait_in_model(seconds: float) -> Callable[[], None]:
         Embedder.__call__ = embed_late  # type: ignore[method-assign]
 
     return hook
-
-
-# -------------------------------------------------------------------------------------------------
-# An object store
 
 
 def measure_store(config: Config, work: Path) -> BenchmarkRow:

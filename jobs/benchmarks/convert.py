@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -49,7 +48,6 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     ours = load_ranker(folder / "model")
     yield from _rates(ours, peer, texts, _ROUNDS[size], _ALONE[size])
     yield saved
-    yield from _rates_in_8_bits(ours, folder, texts, _ROUNDS[size])
     if model:
         split, rule = "test" if corpus.rows("test/") else "valid", PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
@@ -100,49 +98,6 @@ def _rates(
     name, note = f"{name}.alone", f"{alone_count} texts."
     ratio = theirs_ms / ours_ms
     yield BenchmarkRow.beside(name, ours_ms, theirs_ms, "ms a text", note, ratio=ratio)
-
-
-def _rates_in_8_bits(
-    ours: Ranker, work: Path, texts: list[str], rounds: int
-) -> Iterator[BenchmarkRow]:
-    """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
-    ranker = load_ranker(work / "model")
-    ranker.quantise()
-    encoders: dict[str, Callable[[], object]] = {
-        "bf16": lambda: inference.candidate_vectors(ours, texts),
-        "int8": lambda: inference.candidate_vectors(ranker, texts),
-    }
-    if find_spec("onnxscript") and find_spec("onnxruntime"):
-        encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
-    inference.prepare(ranker, torch.device("cpu"))
-    rates = {name: len(texts) / min(times) for name, times in in_turn(encoders, rounds).items()}
-    bf16, detail = rates.pop("bf16"), {"peer": "bf16", "note": f"{len(texts):,} texts."}
-    for name, rate in rates.items():
-        row = f"convert.encode_{name}_vs_bf16"
-        yield BenchmarkRow.beside(row, rate, bf16, "texts/s", detail=detail)
-
-
-def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
-    """A function that encodes the texts as `inference` does: by length, some 2,048 tokens at a time."""
-    import onnxruntime
-
-    from pipeline.models.interop import to_onnx
-
-    folder.mkdir()
-    to_onnx.export(ranker, folder)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(folder / to_onnx.MODEL), options)
-
-    def encode() -> None:
-        rows = sorted(ranker.candidate_rows(texts), key=len, reverse=True)
-        while rows:
-            count = max(1, 2_048 * torch.get_num_threads() // len(rows[0]))
-            ids = ranker.tokenizer.batch(rows[:count]).ids_BT.numpy()
-            session.run(["candidate"], {"ids": ids})
-            rows = rows[count:]
-
-    return encode
 
 
 def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> Iterator[BenchmarkRow]:

@@ -80,10 +80,6 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         yield pool_plan.measure(size, work)
 
 
-# -------------------------------------------------------------------------------------------------
-# Rate
-
-
 def _rates(articles: Table, model: str, work: Path) -> Iterator[BenchmarkRow]:
     """All encoders in turn, so that all have the same machine."""
     from sentence_transformers import SentenceTransformer
@@ -132,10 +128,6 @@ def _operations(texts: Sequence[str], model: str) -> float:
     return forward_and_backward / 3
 
 
-# -------------------------------------------------------------------------------------------------
-# A night
-
-
 def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
     pools = work / "pools"
@@ -154,10 +146,6 @@ def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     note = f"{whole:.0f} s for all {len(passages):,} passages, {changes}."
     name, unit = "pool.reembed_1_percent.time_share", "share of a whole run's time"
     return BenchmarkRow.alone(name, one_percent / whole, unit, note)
-
-
-# -------------------------------------------------------------------------------------------------
-# Engines
 
 
 def _beside_engines(
@@ -212,10 +200,6 @@ def _peer(command: Sequence[str]) -> Iterator[Callable[[], None]]:
             yield one_pass
         finally:
             stdin.close()
-
-
-# -------------------------------------------------------------------------------------------------
-# Texts
 
 
 def _articles(data: Path) -> Table:

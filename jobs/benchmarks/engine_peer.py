@@ -26,15 +26,12 @@ def main(task: str, engine: str, model: str, file: str) -> None:
     loaded = kind(model, backend=backend, device="cpu")
     if engine == "onnx-int8":
         with tempfile.TemporaryDirectory() as folder:
-            kind_of_processor = (
-                "avx512_vnni" if torch.cpu.get_capabilities().get("avx512_vnni") else "avx2"
-            )
+            has_vnni = torch.cpu.get_capabilities().get("avx512_vnni")
+            kind_of_processor = "avx512_vnni" if has_vnni else "avx2"
             export_dynamic_quantized_onnx_model(loaded, kind_of_processor, folder)
-            name = next(Path(folder).rglob("*.onnx")).relative_to(folder)
+            name = next(Path(folder).rglob("*.onnx")).relative_to(folder).as_posix()
             loaded.save_pretrained(folder)
-            loaded = kind(
-                folder, backend="onnx", device="cpu", model_kwargs={"file_name": name.as_posix()}
-            )
+            loaded = kind(folder, backend="onnx", device="cpu", model_kwargs={"file_name": name})
     if task == "embed":
         loaded.max_seq_length = 256
     print("ready", flush=True)

@@ -1,11 +1,11 @@
 """Our bi-encoder beside sentence-transformers', fine-tuned from the same encoder on the same pairs.
 
-Both see each pair of the train split once (size small: 30 steps), in batches of 64 and the same
-precision, with AdamW (fused), the recipe's rate, warm-up, lengths and dropout. Ours is
-jobs.finetune with its recipe, but one encoder for both sides and 20 · cosine, as theirs has. Theirs is
-`old_fit`, the library's own loop without other packages, with MultipleNegativesRankingLoss, batches
-without duplicates, bf16 as the library's trainer does it, and contexts and responses apart (the default
-pads the short to the long, which is slower here). jobs.evaluate's questions are put to both.
+Both see each pair of the train split once (size small: 30 steps), in batches of 64 and in bf16, with AdamW
+(fused), the recipe's rate, warm-up, lengths and dropout. Ours is jobs.finetune with its recipe, but one
+encoder for both sides and 20 · cosine, as theirs has. Theirs is `old_fit`, the library's own loop without
+other packages, with MultipleNegativesRankingLoss, batches without duplicates, bf16 as the library's trainer
+does it, and contexts and responses apart (the default pads the short to the long, which is slower here).
+jobs.evaluate's questions are put to both.
 """
 
 from __future__ import annotations
@@ -36,32 +36,29 @@ _EXAMPLES = {"small": 500, "full": 100_000}
 
 
 def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
-    """Examples a second as a ratio for each precision, and R@1 of the first precision.
-
-    The steps are precisions. `overrides` has options of jobs.finetune; theirs follows where it has the like.
-    """
+    """Examples a second, and R@1. `overrides` has options of jobs.finetune; theirs follows where it has the
+    like."""
     if find_spec("sentence_transformers") is None:
         raise BadInput("finetune: needs sentence-transformers; pip install -e '.[bench]'")
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
     steps = _STEPS[config.size]
     about = f"{steps} steps, the first ones included." if steps else "A whole training."
-    encoder = open_encoder(config.encoder[0])[0].local()
+    encoder = open_encoder(config.encoder)[0].local()
     corpus = open_artifact(config.corpus[0], "corpus")
-    for precision in config.steps:
-        options = list(map(str, (
-            *paper.recipe(paper.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder", encoder,
-            "--output", work / precision / "ours", "--loop.validate-every-epochs", 0,
-            "--loop.precision", precision, "--ranker.share-towers", "true",
-            "--ranker.vector-length", math.sqrt(20), "--finetune.max-steps", steps, *config.overrides,
-        )))  # fmt: skip
-        settings = parse(finetune_job.Config, options, "jobs.finetune")
-        steps_per_s = run_job("finetune", *options).summary["metrics"]["mean_steps_per_s"]
-        ours = steps_per_s * settings.finetune.batch_examples
-        theirs = _train_theirs(encoder, _pairs(corpus), settings, work / precision / "theirs")
-        name = f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}"
-        yield BenchmarkRow.beside(name, ours, theirs, "examples/s", about)
-    yield _quality(corpus, work / config.steps[0], _EXAMPLES[config.size])
+    options = list(map(str, (
+        *paper.recipe(paper.task_of(corpus), "bi", "small"), "--corpus", corpus.uri, "--encoder", encoder,
+        "--output", work / "ours", "--loop.validate-every-epochs", 0, "--loop.precision", "bf16",
+        "--ranker.share-towers", "true", "--ranker.vector-length", math.sqrt(20),
+        "--finetune.max-steps", steps, *config.overrides,
+    )))  # fmt: skip
+    settings = parse(finetune_job.Config, options, "jobs.finetune")
+    steps_per_s = run_job("finetune", *options).summary["metrics"]["mean_steps_per_s"]
+    ours = steps_per_s * settings.finetune.batch_examples
+    theirs = _train_theirs(encoder, _pairs(corpus), settings, work / "theirs")
+    name = "finetune.vs_sentence_transformers"
+    yield BenchmarkRow.beside(name, ours, theirs, "examples/s", about)
+    yield _quality(corpus, work, _EXAMPLES[config.size])
 
 
 def _quality(corpus: Artifact, folder: Path, max_examples: int) -> BenchmarkRow:
@@ -103,9 +100,8 @@ def _train_theirs(
         set_dropout(model, config.finetune.dropout)
     batch = config.finetune.batch_examples
     loader = NoDuplicatesDataLoader([InputExample(texts=pair) for pair in pairs], batch)
-    steps = config.finetune.max_steps or round(
-        config.finetune.epochs_over(len(pairs)) * len(loader)
-    )
+    epochs = config.finetune.epochs_over(len(pairs))
+    steps = config.finetune.max_steps or round(epochs * len(loader))
     bf16 = config.loop.precision == "bf16"
     loss = MultipleNegativesRankingLoss(model)
     # bf16 needs no scaling of gradients, which `old_fit` always does for its own reduced precision, fp16.

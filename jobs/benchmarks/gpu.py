@@ -102,10 +102,6 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         yield from attempt(f"gpu.{step}", parts[step])
 
 
-# -------------------------------------------------------------------------------------------------
-# Search
-
-
 def measure_search(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]:
     """One context, 16 contexts, and one vector a context."""
     pool = made_up_pool(device, scale)
@@ -190,10 +186,6 @@ def plain_top(matrix_ND: Tensor, vectors_QMD: Tensor) -> Tensor:
         scores_NQ = (logits_NQM.softmax(2, dtype=torch.float32) * logits_NQM).sum(2)
         best_QK = torch.cat([best_QK, scores_NQ.T], dim=1).topk(_TOP_K).values
     return best_QK
-
-
-# -------------------------------------------------------------------------------------------------
-# Training
 
 
 def measure_pretraining(device: torch.device, scale: Scale) -> Iterator[BenchmarkRow]:
@@ -295,10 +287,6 @@ def made_up_micro_batch(lengths: tuple[int, ...], vocabulary: int) -> MicroBatch
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
 
 
-# -------------------------------------------------------------------------------------------------
-# Embedding
-
-
 def measure_embedding(config: Config, work: Path, scale: Scale) -> Iterator[BenchmarkRow]:
     """The share of the time in which the GPU computes, from the first moment with work to the last.
 
@@ -307,7 +295,7 @@ def measure_embedding(config: Config, work: Path, scale: Scale) -> Iterator[Benc
     model, device = work / "gpu-encoder", torch.device(config.device)
     for folder in (model, work / "pools"):
         shutil.rmtree(folder, ignore_errors=True)
-    run_job("convert_model", "--model", config.encoder[0], "--output", model,
+    run_job("convert_model", "--model", config.encoder, "--output", model,
             "--max-candidate-tokens", _EMBEDDED_TOKENS)  # fmt: skip
     corpus = open_artifact(config.corpus[0], "corpus")
     turns = read_texts([corpus], scale.texts * _TURNS_OF_A_TEXT)

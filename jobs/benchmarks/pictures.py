@@ -21,10 +21,6 @@ _SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
 _STYLE: dict[Any, Any] = {"font.size": 7, "svg.fonttype": "none", "svg.hashsalt": "polyrank"}
 
 
-# -------------------------------------------------------------------------------------------------
-# The page
-
-
 def targets(bars: Sequence[tuple[str, float, float]]) -> str:
     """A bar for each (target, measured value, reached share of the bound)."""
     with matplotlib.rc_context(_STYLE):
@@ -51,10 +47,6 @@ def _svg(figure: Figure) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
-
-
-# -------------------------------------------------------------------------------------------------
-# Loads
 
 
 def load(curve: Sequence[Mapping[str, float]], file: Path) -> None:

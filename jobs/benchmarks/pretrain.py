@@ -71,12 +71,10 @@ class Arm:
     recipe: Pretraining
     precision: str
     """bf16 or fp32."""
-    interval: int
-    """Steps of an interval; the recipe's steps are a multiple."""
 
     def rates(self, progress: Progress) -> Rates:
-        """Tokens a second of each interval."""
-        points = itertools.pairwise(progress[:: self.interval])
+        """Tokens a second of each interval, as the job logs them."""
+        points = itertools.pairwise(progress[:: self.recipe.loop.log_every_steps])
         return [(tokens - before) / (end - start) for (start, before), (end, tokens) in points]
 
 
@@ -121,8 +119,7 @@ def _arm(options: list[str]) -> Arm:
     corpora = tuple(map(TokenizedCorpus.open, config.corpus))
     weights = tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, config.shape, config.pretrain, config.loop)
-    precision = resolve_precision(config.loop.precision, torch.device("cpu"))
-    return Arm(options, recipe, precision, config.loop.log_every_steps)
+    return Arm(options, recipe, resolve_precision(config.loop.precision, torch.device("cpu")))
 
 
 def _run_both(arm: Arm, peer: Callable[..., Rates], processes: int) -> tuple[Rates, Rates, Rates]:
@@ -172,10 +169,6 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
         run_stage("Examples to tokens", "tokenize_corpus", "--corpus", corpus,
                   "--tokenizer", f"{folder}/tokenizer", "--output", f"{folder}/tokens")  # fmt: skip
     return f"{folder}/tokens"
-
-
-# -------------------------------------------------------------------------------------------------
-# Peers
 
 
 def _bare_loop(

@@ -8,7 +8,7 @@ others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from unittest import mock
@@ -42,11 +42,9 @@ _QUESTIONS = {"small": 8, "full": 16}
 _CHECKED = {"small": 50, "full": 200}
 _ROUNDS = {"small": 3, "full": 5}
 _FEW = 100_000  # where poly is compared with bi, and all answers with float64
-# Sizes of pools; the first rows of the large one, in float32, as jobs.embed_pool stores them.
-_SIZES = {
-    "small": (600, 1_000, 5_000, 10_000, 20_000, 100_000),
-    "full": (600, 1_000, 5_000, 10_000, 20_000, 100_000, 1_000_000),
-}
+# Sizes of pools, as far as there are candidates; the first rows of the large one, in float32, the default of
+# jobs.embed_pool.
+_SIZES = (600, 1_000, 5_000, 10_000, 20_000, 100_000, 1_000_000)
 _SMALL_POOL = 100_000
 _CONTEXTS = (1, 4, 16)
 _ENOUGH_RECALL = 0.99
@@ -84,11 +82,7 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     _check(small_pool, questions)
     yield from _times(pool, pool_float32, timed_questions, rounds, questions[:100])
     yield _poly_over_bi(small_pool, timed_questions, rounds)
-    yield from _by_size(pool_float32, _SIZES[size], questions[: max(_CONTEXTS)], rounds)
-
-
-# -------------------------------------------------------------------------------------------------
-# Times
+    yield from _by_size(pool_float32, questions[: max(_CONTEXTS)], rounds)
 
 
 def _times(
@@ -178,16 +172,10 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
     return BenchmarkRow.alone(name, ratio, "times", note)
 
 
-# -------------------------------------------------------------------------------------------------
-# Pools of all sizes
-
-
-def _by_size(
-    pool: Pool, sizes: Sequence[int], questions: Floats, rounds: int
-) -> Iterator[BenchmarkRow]:
+def _by_size(pool: Pool, questions: Floats, rounds: int) -> Iterator[BenchmarkRow]:
     """What `auto` takes, beside each form of exact search, three lines of PyTorch and FAISS' flat index."""
     over_best, over_plain, over_faiss = dict[str, float](), dict[str, float](), dict[str, float]()
-    for size in sizes:
+    for size in [size for size in _SIZES if size <= len(pool)]:
         part = Pool.open(pool.artifact.uri, part=PoolPart(0, max(1, len(pool) // size)))
         matrix_ND = np.concatenate([decode(shard.vectors) for shard in part.shards])
         plain_ND = torch.from_numpy(matrix_ND)
@@ -239,10 +227,6 @@ def _times_of_forms(
     return _seconds(searches, 1, rounds * repeats)
 
 
-# -------------------------------------------------------------------------------------------------
-# Answers
-
-
 def _check(pool: Pool, questions: Floats) -> None:
     """Raises AssertionError where an exact answer is not that of float64 over all candidates."""
     rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in pool.shards])
@@ -269,10 +253,6 @@ def _agreement(pool: Pool, questions: Floats) -> tuple[int, float]:
         approximate = top_rows(pool, question_MD[None], _TOP_K, method="approximate")
         shared += len({*places} & {*approximate.places[0]})
     return certified, shared / len(questions) / _TOP_K
-
-
-# -------------------------------------------------------------------------------------------------
-# Pools, questions and texts
 
 
 def _poly_encoder(model: Artifact) -> Ranker:

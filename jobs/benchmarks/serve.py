@@ -96,8 +96,8 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     args = Args(model=model.uri, pools=[str(pools / _POOL)], name="rank")
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
-        encoder, texts = "".join(config.encoder), list(candidates)
-        own = _OwnService(contexts, _POOL, size, work, running, port, args, encoder, texts)
+        texts = list(candidates)
+        own = _OwnService(contexts, _POOL, size, work, running, port, args, config.encoder, texts)
         for step in config.steps:
             yield from attempt(f"serve.{step}", getattr(own, step))
     if "overhead" in config.steps and not os.environ.get(_IN_PROXIES):

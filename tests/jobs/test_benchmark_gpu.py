@@ -33,7 +33,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
 
 def test_parts_by_jobs_are_not_left_out_in_silence():
     with pytest.raises(
-        BadInput, match=r"encoder: \(\) is not allowed; allowed: one, for gpu --only em"
+        BadInput, match="encoder: '' is not allowed; allowed: one, for gpu --only em"
     ):
         replace(ON_CPU, only=("embed",))
 

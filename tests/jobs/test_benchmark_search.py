@@ -33,10 +33,10 @@ def run(run_job_here, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
         "QUESTIONS": 16,
         "CHECKED": 20,
         "ROUNDS": 1,
-        "SIZES": (600, 3000),
     }
     for name, value in sizes.items():
         monkeypatch.setattr(search, f"_{name}", {"small": value})
+    monkeypatch.setattr(search, "_SIZES", (600, 3000, 5000))  # more than there are
     monkeypatch.setattr(search, "_SHARD_ROWS", 1000)
 
     def run():

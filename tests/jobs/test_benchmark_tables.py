@@ -1,4 +1,4 @@
-"""The paper's tables as sweeps: their rows, what a trial is, resuming, failures, what is written."""
+"""The paper's table as a sweep: its rows, what a trial is, resuming, failures, what is written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 
 from jobs import benchmark, finetune
-from jobs.benchmarks import paper as tables
-from jobs.benchmarks.paper import TABLES
+from jobs.benchmarks import paper as table
+from jobs.benchmarks.paper import TRIALS
 from pipeline import storage
 from pipeline.artifact import Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput
@@ -33,17 +33,17 @@ def encoder(tiny_ranker) -> Path:
 @pytest.fixture
 def setting(encoder, tmp_path) -> benchmark.Config:
     overrides = tuple(map(str, SHORT))
-    return benchmark.Config(part="paper", encoder=(str(encoder),), corpus=("c",), max_examples=50,
+    return benchmark.Config(part="paper", encoder=str(encoder), corpus=("c",), max_examples=50,
                             overrides=overrides, work=str(tmp_path / "work"))  # fmt: skip
 
 
 @pytest.fixture
 def plan(convai2_corpus, setting):
-    """`plan(4, "bi", seed=1)`: the job of a table's row on the sample corpus."""
+    """`plan("bi", seed=1)`: the job of a row on the sample corpus."""
 
-    def make(number, name, seed=0, task="convai2", setting=setting):
-        (trial,) = (trial for trial in TABLES[number].trials if trial.name == name)
-        return tables.plan(trial, convai2_corpus, task, seed, setting)
+    def make(name, seed=0, task="convai2", setting=setting):
+        (trial,) = (trial for trial in TRIALS if trial.name == name)
+        return table.plan(trial, convai2_corpus, task, seed, setting)
 
     return make
 
@@ -51,47 +51,40 @@ def plan(convai2_corpus, setting):
 # Which trials there are
 
 
-def test_the_rows_of_table_4_are_the_papers():
-    found = {trial.name: trial.published_for("convai2") for trial in TABLES[4].trials}
+def test_the_rows_are_the_papers():
+    found = {trial.name: trial.published["convai2"] for trial in TRIALS}
     assert {name: round(100 * value, 1) for name, value in found.items()} == PUBLISHED
-    poly, cross = TABLES[4].trials[2], TABLES[4].trials[-1]
+    poly, cross = TRIALS[2], TRIALS[-1]
     tasks = ("dstc7", "ubuntu", "wikipedia", "starspace", "reddit")
-    assert [poly.published_for(task) for task in tasks] == [0.670, 0.813, 0.713, 0.713, None]
-    assert cross.tasks_without == ("wikipedia",)
-
-
-def test_distillation_has_what_it_is_compared_with(plan):
-    found = {name: plan("distill", name).train for name in
-             ("poly-64", "poly-64-both", "poly-64-kl", "poly-64-margin_mse")}  # fmt: skip
-    assert [(config.finetune.negatives_from, config.finetune.distill.loss) for config in found.values()] == [
-        ("batch", "none"), ("both", "none"), ("both", "kl"), ("both", "margin_mse")
-    ]  # fmt: skip
-    assert plan("distill", "poly-64").evaluation == plan(4, "poly-64").evaluation
+    found = [poly.published.get(table.paper_task(task)) for task in tasks]
+    assert found == [0.670, 0.813, 0.713, 0.713, None]
+    assert [task for task in tasks if not cross.ranks(task)] == ["wikipedia", "starspace"]
+    assert all(poly.ranks(task) for task in tasks)
 
 
 def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting, convai2_corpus):
     def described(task):
-        job = plan(4, "poly-16", task=task)
+        job = plan("poly-16", task=task)
         rules = job.ask.rules(convai2_corpus)
         return job.train.ranker.max_context_tokens, rules.source, rules.candidates
 
     free = replace(setting, overrides=())
-    assert plan(4, "bi", task="dstc7", setting=free).train.ranker.max_context_tokens == 128
-    assert plan(4, "bi", task="starspace", setting=free).train.ranker.max_context_tokens == 96
+    assert plan("bi", task="dstc7", setting=free).train.ranker.max_context_tokens == 128
+    assert plan("bi", task="starspace", setting=free).train.ranker.max_context_tokens == 96
     full = replace(setting, overrides=(), size="full")
-    assert plan(4, "bi", setting=full).train.resources.workers == 8
+    assert plan("bi", setting=full).train.resources.workers == 8
     assert described("dstc7") == (48, "given", 100)
     assert described("wikipedia") == (48, "others", 10_001)
     assert described("reddit") == (48, "blocks", 100)
 
 
 def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
-    own, longer = plan(4, "bi").evaluation, (*setting.overrides, "--finetune.epochs", "2")
+    own, longer = plan("bi").evaluation, (*setting.overrides, "--finetune.epochs", "2")
     others = (replace(setting, overrides=longer), replace(setting, max_examples=49))
-    changed = [plan(4, "bi", seed=1), plan(4, "poly-16"), plan(4, "cross")]
-    changed += [plan(4, "bi", setting=other) for other in others]
+    changed = [plan("bi", seed=1), plan("poly-16"), plan("cross")]
+    changed += [plan("bi", setting=other) for other in others]
     assert len({own, *(job.evaluation for job in changed)}) == 6
-    assert changed[-1].train.output == plan(4, "bi").train.output  # asked less, trained the same
+    assert changed[-1].train.output == plan("bi").train.output  # asked less, trained the same
     assert changed[3].train.finetune.epochs == 2
 
 
@@ -105,7 +98,7 @@ def trained(monkeypatch) -> list[str]:
 
     def train(config: finetune.Config) -> None:
         corpus = open_artifact(config.corpus, "corpus")
-        encoder, reference = tables._open_encoder(config.encoder)
+        encoder, reference = table._open_encoder(config.encoder)
         out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": reference})
         assert not isinstance(out, Artifact)
         folder = Path(out.staging) / "_files"
@@ -113,7 +106,7 @@ def trained(monkeypatch) -> list[str]:
         storage.upload(folder, out.staging)
         out.publish(folder_entries(folder), {"steps": 30}, precision="bf16")
 
-    train_and_evaluate = tables.train_and_evaluate
+    train_and_evaluate = table.train_and_evaluate
 
     def run(job):
         done.append(job.label)
@@ -121,8 +114,8 @@ def trained(monkeypatch) -> list[str]:
             raise RuntimeError("out of memory")
         train_and_evaluate(job)
 
-    monkeypatch.setattr(tables.finetune, "run", train)
-    monkeypatch.setattr(tables, "train_and_evaluate", run)
+    monkeypatch.setattr(table.finetune, "run", train)
+    monkeypatch.setattr(table, "train_and_evaluate", run)
     return done
 
 
@@ -138,28 +131,26 @@ def paper(run_job_here, encoder, convai2_corpus, tmp_path):
 
 
 def test_a_sweep_goes_on_where_it_was(paper, trained, tmp_path):
-    first = paper("--table", 4, "--only", "bi", "poly-64")
+    first = paper("--only", "bi", "poly-64")
     assert first.code == 0, first.stderr
     assert trained == ["convai2 bi seed 0", "convai2 poly-64 seed 0"]
     rows = json.loads((tmp_path / "rows.json").read_text())
     trained.clear()
-    paper("--table", 4, "--only", "bi", "poly-64", "--seeds", 2)
+    paper("--only", "bi", "poly-64", "--seeds", 2)
     more = json.loads((tmp_path / "rows.json").read_text())
     assert trained == ["convai2 bi seed 1", "convai2 poly-64 seed 1"]
     trained.clear()
-    again = paper("--table", 4, "--only", "bi", "poly-64")
+    again = paper("--only", "bi", "poly-64")
     assert trained == []
     assert again.summary["rows"] == first.summary["rows"]
     assert [len(row["detail"]["seeds"]) for row in (rows[0], more[0])] == [1, 2]
     assert [row["row"] for row in rows] == [
         "paper.4.convai2.bi", "paper.4.convai2.poly-64", "paper.4.convai2.poly-64_less_bi"
     ]  # fmt: skip
-    distilled = paper("--table", "distill", "--only", "poly-64")
-    assert trained == [] and list(distilled.summary["rows"]) == ["paper.distill.convai2.poly-64"]
 
 
 def test_what_is_written(paper, trained, tmp_path):
-    paper("--table", 4, "--only", "bi", "poly-64", "poly-360", "--seeds", 2)
+    paper("--only", "bi", "poly-64", "poly-360", "--seeds", 2)
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     bi = rows["paper.4.convai2.bi"]
     values = bi["detail"]["seeds"]
@@ -180,26 +171,8 @@ def test_what_is_written(paper, trained, tmp_path):
     assert all(row["source"]["size"] == "small" for row in rows.values())
 
 
-def test_rankers_from_several_encoders_are_compared_with_those_from_the_first(
-    paper, trained, encoder, tiny_ranker, tmp_path
-):
-    other = tiny_ranker("poly").local() / "candidate_encoder"
-    rows = ("bi-context_encoder", "bi-candidate_encoder")
-    done = paper("--encoder", encoder, other, "--table", "encoders", "--only", *rows)
-    assert trained == [f"convai2 {row} seed 0" for row in rows]
-    names = [f"paper.encoders.convai2.{row}" for row in rows]
-    found = done.summary["rows"]
-    assert list(found) == [*names, f"{names[1]}_less_{rows[0]}"]
-    assert found[f"{names[1]}_less_{rows[0]}"] == pytest.approx(found[names[1]] - found[names[0]])
-    starts = {
-        open_artifact(str(path.parent), "ranker").manifest["config"]["encoder"]
-        for path in (tmp_path / "work").glob("trials/*/ranker/manifest.json")
-    }
-    assert starts == {str(encoder), str(other)}
-
-
 def test_a_sweep_without_any_success_fails(paper, trained):
-    done = paper("--table", 4, "--only", "poly-360")
+    done = paper("--only", "poly-360")
     assert done.code == 1
     assert "no trial ended well; paper.4.convai2.poly-360: out of memory" in done.stderr
 
@@ -209,7 +182,7 @@ def test_a_sweep_without_any_success_fails(paper, trained):
 def test_a_trial_that_fails_ends_alone(paper, tmp_path):
     """For real: Ray, training, evaluation; more tokens than the encoder has positions are refused."""
     done = paper(
-        "--table", 4, "--only", "bi", "cross", "--finetune.max-steps", 2,
+        "--only", "bi", "cross", "--finetune.max-steps", 2,
         "--finetune.batch-examples", 8, "--ranker.max-context-tokens", 90,
     )  # fmt: skip
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
@@ -227,20 +200,18 @@ def test_a_trial_that_fails_ends_alone(paper, tmp_path):
 
 
 def test_a_cross_encoder_ranks_no_articles(paper, monkeypatch):
-    monkeypatch.setattr(tables, "task_of", lambda corpus: "starspace")
-    done = paper("--table", 4, "--only", "cross")  # 10,001 pairs for each question
+    monkeypatch.setattr(table, "task_of", lambda corpus: "starspace")
+    done = paper("--only", "cross")  # 10,001 pairs for each question
     assert "allowed: a trial that there is for these corpora" in done.refusal
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (("--table", 4, "--only", "poly-17"), "only: 'poly-17' is not allowed; allowed: bi, poly-16"),
+    (("--only", "poly-17"), "only: 'poly-17' is not allowed; allowed: bi, poly-16"),
     (("--seeds", 0), "seeds: 0 is not allowed"),
-    (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
-    (("--table", 4, "--encoder", "a", "b"), "allowed: one, but for --table encoders"),
-    (("--table", "encoders", "--encoder", "a/e", "b/e"), "allowed: folders of different names"),
-    (("--table", 4, "--only", "poly-16", "--ranker.m", 32), "allowed: 16 in row poly-16"),
-    (("--table", 4, "--ranker.architecture", "poly"), "allowed: 'bi' in row bi"),
-    (("--table", 4, "--loop.seed", 3), "loop.seed: 3 is not allowed; allowed: none: --seeds"),
+    (("--split", "test"), "the corpus has no examples in test/"),
+    (("--only", "poly-16", "--ranker.m", 32), "allowed: 16 in row poly-16"),
+    (("--ranker.architecture", "poly"), "allowed: 'bi' in row bi"),
+    (("--loop.seed", 3), "loop.seed: 3 is not allowed; allowed: none: --seeds"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(paper, tmp_path, options, message):
     done = paper(*options)
@@ -249,8 +220,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(paper, tmp_path, options, me
 
 
 def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
-    done = paper("--table", 4, corpora=(convai2_corpus.uri, convai2_corpus.uri))
-    assert "convai2, as" in done.refusal
+    done = paper(corpora=(convai2_corpus.uri, convai2_corpus.uri))
+    assert "allowed: one of each task" in done.refusal
 
 
 def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here, tmp_path):
@@ -260,11 +231,11 @@ def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here,
 
 
 def test_a_reason_is_one_line():
-    assert tables._reason(BadInput("m: too many")) == "m: too many"
-    assert tables._reason(RuntimeError("trace\n  at x\nValueError: odd\n")) == "ValueError: odd"
-    assert tables._reason(MemoryError()) == "MemoryError"
+    assert table._reason(BadInput("m: too many")) == "m: too many"
+    assert table._reason(RuntimeError("trace\n  at x\nValueError: odd\n")) == "ValueError: odd"
+    assert table._reason(MemoryError()) == "MemoryError"
     low = OutOfMemoryError("Task was killed: the node is low on memory.\nMemory: 22 GB\nSee docs")
-    assert tables._reason(low) == "Task was killed: the node is low on memory."
+    assert table._reason(low) == "Task was killed: the node is low on memory."
 
 
 def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job_here):

@@ -25,6 +25,8 @@ from pipeline.config import BadInput
 
 Ask = Callable[[float], Awaitable[None]]
 """Sends the next request, which was due at this moment."""
+Headers = Mapping[str, str]
+_NO_HEADERS: Headers = MappingProxyType({})
 TOKEN = "POLYRANK_TOKEN"
 """Environment variable: the bearer token of a service that asks for one."""
 _NO_ANSWER = 0  # in place of a status: the connection broke
@@ -64,11 +66,7 @@ class LoadResult:
 
 
 def poisson(
-    url: str,
-    bodies: Sequence[bytes],
-    per_s: float,
-    seconds: float,
-    headers: Mapping[str, str] = MappingProxyType({}),
+    url: str, bodies: Sequence[bytes], per_s: float, seconds: float, headers: Headers = _NO_HEADERS
 ) -> LoadResult:
     """Requests at random moments, at this mean rate."""
     rng = np.random.default_rng(0)
@@ -95,14 +93,11 @@ def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> Lo
         end = time.perf_counter() + seconds
         await asyncio.gather(*(client(ask, end) for _ in range(count)))
 
-    return _run(url, bodies, send)
+    return _run(url, bodies, send, _NO_HEADERS)
 
 
 def _run(
-    url: str,
-    bodies: Sequence[bytes],
-    load: Callable[[Ask], Awaitable[None]],
-    more_headers: Mapping[str, str] = MappingProxyType({}),
+    url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None]], more_headers: Headers
 ) -> LoadResult:
     headers = {"content-type": "application/json"}
     if token := os.environ.get(TOKEN):
