@@ -33,7 +33,7 @@ from datetime import datetime
 from typing import Any
 
 import torch
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -214,6 +214,8 @@ class _Formats:
 
     async def model(self, id: str) -> bodies.ModelCard:
         """The model of this id, in OpenAI's format."""
+        if not id:  # the list, with a slash behind it
+            raise HTTPException(404)
         self._require_served(id)
         return self._card(id)
 

@@ -447,6 +447,13 @@ def test_openais_client_gets_the_model_and_no_other(live, openai, openai_of):
         client.models.retrieve("other")
 
 
+def test_the_list_of_models_with_a_slash_behind_it_is_named(live):
+    """It was a model that is not served."""
+    error = refusal(live("bi").http.get("/v1/models/"), 404)
+    assert (error["code"], error["field"]) == ("not_found", None)
+    assert error["message"].endswith("There is /v1/models")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -227,9 +227,9 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
 
 def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
     """First output → Dense with tanh, if it is there → Dense to one number."""
-    *poolers, score = chain.layers
-    fits = all(layer.tanh and layer.bias is not None for layer in poolers)
-    if chain.reduction != "first" or len(poolers) > 1 or not fits or score.tanh or chain.length:
+    poolers, score = chain.layers[:-1], next(reversed(chain.layers), None)
+    fits = all(layer.tanh and layer.bias is not None for layer in poolers) and len(poolers) <= 1
+    if score is None or chain.reduction != "first" or not fits or score.tanh or chain.length:
         raise BadInput(f"{chain.transformer.folder}: these modules make no cross-encoder; allowed: Pooling "
                        "(cls) → Dense with bias and tanh, or none → Dense to one score")  # fmt: skip
     weights = {"score.weight": score.weight}

@@ -415,6 +415,14 @@ def test_what_a_ranker_does_not_do_is_refused_by_name(side, file, values, messag
     assert message in refusal(side)
 
 
+def test_a_cross_encoder_of_modules_without_a_score_is_refused(side):
+    """It was a traceback."""
+    modules = json.loads((side / "modules.json").read_text())
+    (side / "modules.json").write_text(json.dumps(modules[:2]))
+    change(side / "config_sentence_transformers.json", model_type="CrossEncoder")
+    assert "these modules make no cross-encoder" in refusal(side)
+
+
 def test_a_classifier_below_other_modules_is_not_used(side):
     before = vectors(sentence_transformers.load(side, Lengths()))
     change(side / "config.json", architectures=["BertForSequenceClassification"])
