@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import pyarrow as pa
 
-from pipeline import storage
+from pipeline import checksums, storage
 from pipeline.config import BadInput, digest
 from pipeline.storage import node_cache
 
@@ -85,17 +85,29 @@ class Artifact:
         return sum(entry["rows"] for entry in entries if entry["path"].startswith(prefix))
 
     def local(self, only: Collection[str] | None = None) -> Path:
-        """A local folder with the files: its own, or a cached copy, made again if some were tidied away.
+        """A local folder with the files: its own, or a cached copy with the manifest's checksums, made
+        again if some were tidied away.
 
         `only`: the paths of the files that are needed; None: all. The others may be missing.
+
+        Raises BadInput, naming the first file that is missing, has another size, or comes damaged twice.
         """
 
+        def check(folder: Path) -> None:
+            _check_sizes(str(folder), self.manifest, only)
+            if not storage.is_local(self.uri):
+                checksums.contents(self.uri, self.manifest, folder, "once", only)
+
         def is_whole(copy: Path) -> bool:
-            return copy.exists() and not _size_fault(str(copy), self.manifest, only)
+            try:
+                check(copy)
+            except BadInput:
+                return False
+            return copy.exists()
 
         folder = node_cache.local_folder(self.uri, self.fingerprint, only, is_whole)
         try:
-            _check_sizes(str(folder), self.manifest, only)
+            check(folder)
         except BaseException:
             node_cache.release(folder)
             raise

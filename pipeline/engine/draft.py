@@ -315,8 +315,13 @@ def draft(
         require(not Path(uri).is_symlink(), "output", uri, "a folder, not a link to itself")
         require(not Path(uri).is_mount(), "output", uri, "a folder in this one, which is mounted")
     staging = f"{uri}.partial" if local else uri
+    is_occupied = storage.is_occupied(
+        uri
+    )  # before it is asked why: another host may begin right now
     earlier_job = read_request(staging)
-    if (local or not earlier_job) and storage.is_occupied(uri):
+    if is_occupied and (local or not earlier_job):
+        if storage.exists(storage.join(uri, MANIFEST)):
+            raise _published_meanwhile(uri)
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     if not earlier_job:
         storage.create_bytes(storage.join(staging, REQUEST), json.dumps(job).encode())

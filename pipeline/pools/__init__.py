@@ -7,6 +7,6 @@ plan, verdicts, changes       what is embedded, copied, dropped, beside the vers
 embed, embedder               the build, and the work of an actor in it
 gate                          what a version has to pass
 versions, promotion, lock     CURRENT, old versions, and who may change them
-device_rows, checksums        the vectors on a GPU; whether files are those that were published
+device_rows                   the vectors on a GPU
 survey, estimate              a look at a pool; --dry-run
 """

@@ -73,7 +73,7 @@ def is_leased(pools: str, name: str, version: str) -> bool:
     alive = False
     for uri in list(storage.walk_json(_leases(pools, name, version))):
         facts = locks.read(uri)
-        if facts is None or not locks.is_alive(facts):
+        if facts is None or not locks.is_alive(uri, facts):
             storage.delete(uri)
         else:
             alive = True

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline import storage
+from pipeline import checksums, storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact, read_artifact
+from pipeline.checksums import Check
 from pipeline.config import BadInput
-from pipeline.pools import checksums
-from pipeline.pools.checksums import Check
 from pipeline.pools.shard import (
     KNOWN_CONTEXTS,
     ROWS,
@@ -177,7 +176,7 @@ class Pool:
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
         columns = rotation.shape[1]
         full_shards = [open_shard(folder, name, artifact.manifest, columns) for name in parts]
-        checksums.contents(artifact, folder, check, only)
+        checksums.contents(uri, artifact.manifest, folder, check, only)
         shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(storage.parent_of(uri))

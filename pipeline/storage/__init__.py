@@ -175,6 +175,23 @@ def size_of(uri: str) -> int:
     return int(filesystem.get_file_info(path).size or 0)
 
 
+def modified_at(uri: str) -> float:
+    """When a file was written, by the clock of its storage, in seconds since 1970.
+
+    Raises FileNotFoundError, and BadInput for a storage that does not say it.
+    """
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.PyFileSystem):  # pyarrow does not pass on the time
+        try:
+            return float(filesystem.handler.fs.modified(path).timestamp())
+        except NotImplementedError:
+            raise BadInput(f"{uri}: its storage has no times of files, which locks need") from None
+    info = filesystem.get_file_info(path)
+    if info.mtime_ns is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
+    return float(info.mtime_ns / 1e9)
+
+
 def list_files(uri: str) -> list[str]:
     """Every file below a folder, sorted; [] if the folder does not exist.
 

@@ -2,18 +2,19 @@
 
     <folder>/00000017.json           the highest number's owner may change what the folder is the lock of
 
-    {"token": "9f…", "owner": "pid 4711 on host-3", "machine": "…", "pid": 4711, "since": …, "until": …}
+    {"token": "9f…", "owner": "pid 4711 on host-3", "machine": "…", "pid": 4711, "since": …, "expires_s": …}
 
-A thread moves `until` on while the owner lives. A lock whose time has run out, or whose process is known
-to be dead, is taken over by making the next number, which only one can: one atomic step locally and in the
-object stores that `storage.create_bytes` names. In others two may hold a lock for a moment: `Lock.check`,
-right before something is published, lets only one of them go on. Clocks have to agree to within a fraction of
-`expires_s`.
+A thread writes the file again and again while the owner lives. A lock that is older than `expires_s`, or
+whose process is known to be dead, is taken over by making the next number, which only one can: one atomic
+step locally and in the object stores that `storage.create_bytes` names. In others two may hold a lock for a
+moment: `Lock.check`, right before something is published, lets only one of them go on. The age of a file is
+what its storage says: the clocks of hosts may differ by minutes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -41,20 +42,22 @@ class LeaseFile:
             "machine": _machine(),
             "pid": os.getpid(),
             "since": time.time(),
+            "expires_s": expires_s,
         }
+        self._text = json.dumps(self._facts).encode()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, daemon=True)
 
     def start(self) -> bool:
         """Makes the file; False where there is one already."""
         # A lost answer to our own request, which was sent again, reads as if another were there.
-        if not storage.create_bytes(self.uri, self._text()) and not self.is_ours():
+        if not storage.create_bytes(self.uri, self._text) and not self.is_ours():
             return False
         self._thread.start()
         return True
 
     def stop(self) -> None:
-        """Removes the file, where the storage lets it; otherwise its time runs out."""
+        """Removes the file, where the storage lets it; otherwise it expires."""
         self._stop.set()
         self._thread.join()
         with suppress(OSError):  # the owner's own failure, such as of this storage, says more
@@ -65,14 +68,11 @@ class LeaseFile:
         facts = read(self.uri)
         return facts is not None and facts["token"] == self._facts["token"]
 
-    def _text(self) -> bytes:
-        return json.dumps({**self._facts, "until": time.time() + self._expires_s}).encode()
-
     def renew(self) -> bool:
-        """Moves the end on; False where the file is not ours any more."""
+        """Writes the file again; False where it is not ours any more."""
         if not self.is_ours():
             return False
-        storage.write_bytes(self.uri, self._text())
+        storage.write_bytes(self.uri, self._text)
         return True
 
     def _keep_fresh(self) -> None:
@@ -107,7 +107,7 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
     numbers = _numbers(folder)
     last_number = max(numbers, default=0)
     holder = read(_path(folder, last_number)) if last_number else None
-    if holder and is_alive(holder):
+    if holder and is_alive(_path(folder, last_number), holder):
         raise Stopped(f"{subject}: {_describe(holder)} works on it")
     lease_file = LeaseFile(_path(folder, last_number + 1), expires_s)
     if not lease_file.start():
@@ -127,7 +127,7 @@ def is_held(folder: str) -> bool:
     """Whether a living job holds the lock of this folder."""
     last_number = max(_numbers(folder), default=0)
     holder = read(_path(folder, last_number)) if last_number else None
-    return holder is not None and is_alive(holder)
+    return holder is not None and is_alive(_path(folder, last_number), holder)
 
 
 def _numbers(folder: str) -> list[int]:
@@ -145,7 +145,7 @@ def read(uri: str) -> dict[str, Any] | None:
     for _ in range(2):
         try:
             facts = json.loads(storage.read_bytes(uri))
-            return facts if isinstance(facts, dict) and {"token", "until"} <= facts.keys() else None
+            return facts if isinstance(facts, dict) and "token" in facts else None
         except FileNotFoundError:
             return None
         except ValueError:
@@ -153,8 +153,8 @@ def read(uri: str) -> dict[str, Any] | None:
     return None
 
 
-def is_alive(facts: dict[str, Any]) -> bool:
-    """Whether the owner lives, as far as this machine knows."""
+def is_alive(uri: str, facts: dict[str, Any]) -> bool:
+    """Whether the owner of a file lives, as far as this machine and the storage know."""
     if facts["machine"] and facts["machine"] == _machine():
         try:
             os.kill(facts["pid"], 0)
@@ -162,7 +162,19 @@ def is_alive(facts: dict[str, Any]) -> bool:
             return False
         except PermissionError:  # somebody else's, and alive
             pass
-    return bool(time.time() < facts["until"])
+    return bool(_age(uri) < facts.get("expires_s", 600))  # earlier versions wrote none
+
+
+def _age(uri: str) -> float:
+    """Seconds since a file was written, until a file that is written now."""
+    now = storage.join(storage.parent_of(uri), f".{uuid.uuid4().hex}")
+    storage.write_bytes(now, b"")
+    try:
+        return storage.modified_at(now) - storage.modified_at(uri)
+    except FileNotFoundError:  # given back meanwhile
+        return math.inf
+    finally:
+        storage.delete(now)
 
 
 def _describe(facts: dict[str, Any]) -> str:

@@ -71,7 +71,9 @@ def local_folder(
     _use(folder)
     try:
         with _locked(folder.with_suffix(".lock")):
-            if not is_whole(folder):
+            for _ in range(2):  # a broken proxy may cut an answer in silence
+                if is_whole(folder):
+                    break
                 shutil.rmtree(folder, ignore_errors=True)
                 _download_version(uri, folder, only)
     except BaseException:

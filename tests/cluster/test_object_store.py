@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +32,7 @@ from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord
 from pipeline.pools.lock import locked
-from pipeline.storage import node_cache
+from pipeline.storage import locks, node_cache
 from serve.engine import Engine
 from tests.helpers import free_port
 
@@ -132,6 +134,15 @@ def test_a_pool_is_locked_by_one_also_in_a_bucket(bucket):
     with locked(bucket, "p", 60) as held:
         held.check()
         assert not storage.create_bytes(held.lease_file.uri, b"{}")
+
+
+def test_a_lock_in_a_bucket_is_as_old_as_the_store_says(bucket, monkeypatch):
+    """Of two hosts of which one's clock is 1,000 s ahead."""
+    with locked(bucket, "p", 60):
+        clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 1000})
+        monkeypatch.setattr(locks, "time", clock)
+        with pytest.raises(Stopped, match="works on it"), locked(bucket, "p", 60):
+            pass
 
 
 def test_a_store_that_refuses_is_an_error_of_the_network_not_a_lost_race(s3, bucket, monkeypatch):

@@ -254,7 +254,7 @@ def test_a_job_that_has_lost_its_lock_publishes_nothing(night, first_night, pool
     write = embedder.build.write_shard
 
     def stolen(*arguments):
-        taken = {"token": "t", "machine": "far", "pid": 1, "until": 1e12}
+        taken = {"token": "t", "machine": "far", "pid": 1, "expires_s": 1e12}
         storage.write_bytes(str(pools / "_locks/p/99999999.json"), json.dumps(taken).encode())
         return write(*arguments)
 

@@ -160,7 +160,7 @@ def test_a_job_that_lost_its_lock_while_it_slept_does_not_publish(memory_store, 
     out = begin(uri if "://" in uri else tmp_path / uri)
     later_lock = out.path("_lock", "00000002.json")
     owner = {"token": "later", "owner": "pid 1 on far", "machine": "far", "pid": 1}
-    facts = {**owner, "since": 0, "until": 9e9}
+    facts = {**owner, "since": 0, "expires_s": 9e9}
     with out.locked():
         storage.write_bytes(later_lock, json.dumps(facts).encode())
         with pytest.raises(Stopped, match="another job has taken over the lock of this one"):
@@ -189,6 +189,28 @@ def test_of_two_jobs_that_publish_at_one_moment_the_first_one_stays(
     with out.locked(), pytest.raises(Stopped, match="another job has published it meanwhile"):
         out.publish([entry], {"by": 2})
     assert open_artifact(out.uri, "thing").counts == {"by": 1}
+
+
+@pytest.mark.parametrize("uri", ["memory://bucket/a", "local"])
+@pytest.mark.parametrize("is_published", [False, True])
+def test_of_two_hosts_that_begin_at_one_moment_none_is_refused(
+    memory_store, tmp_path, monkeypatch, uri, is_published
+):
+    """The other one's files are not taken for somebody's own."""
+    uri, is_occupied = uri if "://" in uri else str(tmp_path / uri), storage.is_occupied
+
+    def other_host(asked: str) -> bool:
+        monkeypatch.undo()
+        begin(uri) if not is_published else publish(uri)
+        return is_occupied(asked)
+
+    monkeypatch.setattr(storage, "is_occupied", other_host)
+    if is_published:
+        with pytest.raises(Stopped, match="another job has published it meanwhile"):
+            begin(uri)
+    else:
+        with begin(uri).locked():
+            pass
 
 
 def test_a_job_whose_request_was_answered_late_has_published(memory_store, monkeypatch):
@@ -423,6 +445,28 @@ def test_a_copy_that_lost_a_file_is_made_again(tmp_path, memory_store, monkeypat
     (made.local() / "x" / "1").unlink()
     with pytest.raises(BadInput, match="x/2: is missing"):
         made.local()
+
+
+@pytest.mark.parametrize("damaged_answers", [1, 2])
+def test_a_copy_that_came_damaged_is_made_again_once(
+    tmp_path, memory_store, monkeypatch, damaged_answers
+):
+    """As behind a proxy that cuts an answer and its Content-Length: pyarrow pads it with other memory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, open_input = publish("memory://bucket/a"), storage.open_input
+    answers = [b"on\0"] * damaged_answers
+
+    def answer(uri: str) -> pa.NativeFile:
+        is_damaged = uri.endswith("/x/1") and answers
+        return pa.BufferReader(answers.pop()) if is_damaged else open_input(uri)
+
+    monkeypatch.setattr(storage, "open_input", answer)
+    if damaged_answers == 1:
+        assert (made.local() / "x" / "1").read_bytes() == b"one"
+    else:
+        with pytest.raises(BadInput, match=r"^memory://bucket/a/x/1: damaged \(its checksum is"):
+            made.local()
+        assert (made.local() / "x" / "1").read_bytes() == b"one"
 
 
 def test_the_manifest_tells_the_whole_ancestry(tmp_path):

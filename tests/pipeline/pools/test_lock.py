@@ -9,6 +9,9 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -36,9 +39,18 @@ def leave(pools: str, number: int = 1, **facts) -> str:
     """A lock that its owner has not released."""
     uri = storage.join(pools, "_locks", "p", f"{number:08d}.json")
     known = {"token": "t", "owner": "pid 1 on far", "machine": "far", "pid": 1, "since": 0.0}
-    text = json.dumps({**known, "until": time.time() + 100, **facts})
-    storage.write_bytes(uri, text.encode())
+    storage.write_bytes(uri, json.dumps({**known, "expires_s": 100, **facts}).encode())
     return uri
+
+
+def let_age(uri: str, seconds: float) -> None:
+    """Lets a file be older for its storage."""
+    if storage.is_local(uri):
+        written = Path(uri).stat().st_mtime - seconds
+        os.utime(uri, (written, written))
+    else:
+        file = fsspec.filesystem("memory").store[uri.removeprefix("memory:/")]
+        file.modified -= timedelta(seconds=seconds)
 
 
 def test_a_lock_is_held_by_one_and_free_afterwards(pools):
@@ -67,7 +79,7 @@ def test_the_lock_of_current_is_waited_for_and_is_another_one(pools, monkeypatch
 
 
 def test_a_lock_that_nobody_renews_is_taken_over_and_that_is_said(pools, capsys):
-    leave(pools, number=4, until=time.time() - 1)
+    let_age(leave(pools, number=4), 101)
     with locked(pools, "p", 60) as held:
         assert files(pools) == ["00000005.json"]
         said = "took over the lock of pid 1 on far, since 1970-01-01 00:00:00 UTC, who is gone\n"
@@ -80,6 +92,20 @@ def test_a_living_owner_holds_its_lock(pools):
         leave(pools, **facts)
         with pytest.raises(Stopped, match=" on far, since"), locked(pools, "p", 60):
             pass
+
+
+@pytest.mark.parametrize("ahead_s", [-1000, 1000])
+def test_the_clocks_of_hosts_do_not_count(pools, monkeypatch, ahead_s):
+    """By the storage's clock the other host's lock is new at first, and then too old."""
+    uri = leave(pools)
+    clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + ahead_s})
+    monkeypatch.setattr(locks, "time", clock)
+    with pytest.raises(Stopped, match=" on far, since"), locked(pools, "p", 60):
+        pass
+    let_age(uri, 101)
+    with locked(pools, "p", 60) as held:
+        assert held.number == 2
+    assert files(pools) == []
 
 
 def test_a_dead_process_of_this_machine_holds_no_lock(pools, capsys):
@@ -105,7 +131,7 @@ def test_of_many_that_come_at_once_one_holds_the_lock(tmp_path):
             if len(refused) == 15:
                 done.set()
 
-    leave(str(tmp_path), until=0)
+    leave(str(tmp_path), expires_s=0)
     threads = [threading.Thread(target=come) for _ in range(16)]
     for thread in threads:
         thread.start()
@@ -152,13 +178,15 @@ def test_a_lock_that_is_renewed_while_it_is_read_is_no_free_one(pools, monkeypat
         pass
 
 
-def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
+def test_a_lock_that_is_renewed_is_new_and_otherwise_the_same(pools):
     with locked(pools, "p", 60) as held:
-        first = json.loads(storage.read_bytes(held.lease_file.uri))
+        uri = held.lease_file.uri
+        first = storage.read_bytes(uri)
+        let_age(uri, 100)
+        old = storage.modified_at(uri)
         assert held.lease_file.renew()
-        second = json.loads(storage.read_bytes(held.lease_file.uri))
-        assert second["until"] > first["until"]
-        assert {**second, "until": 0} == {**first, "until": 0}
+        assert storage.modified_at(uri) > old + 50
+        assert storage.read_bytes(uri) == first
 
 
 def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
@@ -179,7 +207,7 @@ def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
 
 def test_a_beat_ends_where_the_lock_is_another_s(pools):
     with locked(pools, "p", 60) as held:
-        storage.write_bytes(held.lease_file.uri, b'{"token": "another", "until": 0}')
+        storage.write_bytes(held.lease_file.uri, b'{"token": "another"}')
         assert not held.lease_file.renew()
         assert b"another" in storage.read_bytes(held.lease_file.uri)
 
@@ -206,8 +234,10 @@ def test_a_lease_keeps_a_version_until_it_is_given_back_or_runs_out(pools):
     other.stop()
     assert not is_leased(pools, "p", "v-1")
     uri = storage.join(pools, "_leases", "p", "v-1", "old.json")
-    facts = {"token": "t", "machine": "far", "pid": 1, "until": time.time() - 1}
+    facts = {"token": "t", "machine": "far", "pid": 1, "expires_s": 100}
     storage.write_bytes(uri, json.dumps(facts).encode())
+    assert is_leased(pools, "p", "v-1")
+    let_age(uri, 101)
     assert not is_leased(pools, "p", "v-1")
     assert not storage.exists(uri)
 

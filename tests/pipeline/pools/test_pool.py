@@ -15,11 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline import storage
+from pipeline import checksums, storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.engine.draft import Draft, draft
-from pipeline.pools import checksums
 from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool, describe, make_current
 from pipeline.pools.shard import ROWS, load_matrix, open_shard

@@ -1,6 +1,6 @@
-"""Checks that the files of a pool are those that were published.
+"""Checks that the files of a pool, and what a node downloads of any artifact, are those that were published.
 
-Sizes are compared whenever a pool is opened. Checksums are computed `once`: by the first process of a
+Sizes are compared whenever files are opened. Checksums are computed `once`: by the first process of a
 node that opens these files, at some 1.5 GB a second and core, and again only when a file's size, time or
 inode has changed. A note in the node's cache folder says which files have passed. `always` ignores
 the notes, for disks that decay in silence. `never` is for the process that has just written the pool.
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifact import Artifact, FileEntry
+from pipeline import storage
 from pipeline.config import BadInput, digest, require
 from pipeline.storage import node_cache
 
@@ -24,9 +24,14 @@ Check = Literal["once", "always", "never"]
 
 
 def contents(
-    artifact: Artifact, folder: Path, check: Check, only: Collection[str] | None = None
+    uri: str,
+    manifest: Mapping[str, Any],
+    folder: Path,
+    check: Check,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Raises BadInput, naming the first file with another checksum.
+    """Raises BadInput, naming the first file in `folder` with another checksum than the manifest of the
+    artifact at `uri` says.
 
     `only`: paths of the files to check; None: all. Ids are not compared: the plan of a pool refuses an id of
     several texts, and among 70 million ids that takes a minute.
@@ -34,27 +39,23 @@ def contents(
     require(check in ("once", "always", "never"), "check", check, "once, always, never")
     if check == "never":
         return
-    entries = [e for e in artifact.manifest["files"] if only is None or e["path"] in only]
-    note = _note(artifact, folder, entries)
+    entries = [e for e in manifest["files"] if only is None or e["path"] in only]
+    facts: list[Any] = [manifest["fingerprint"], str(folder)]
+    for entry in entries:
+        stat = (folder / entry["path"]).stat()
+        facts.append([entry["sha256"], stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    note = node_cache.cache_folder() / "checked" / digest(facts)
     if check == "once" and note.exists():
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
         digests = pool.map(_sha256, (folder / entry["path"] for entry in entries))
         for entry, sha256 in zip(entries, digests, strict=True):
             if sha256 != entry["sha256"]:
-                path = folder / entry["path"]
-                raise BadInput(f"{path}: damaged (its checksum is not the manifest's)")
+                file = storage.join(uri, entry["path"])
+                raise BadInput(f"{file}: damaged (its checksum is not the manifest's)")
     with suppress(OSError):  # of a full or read-only disk; the next process computes them again
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
-
-
-def _note(artifact: Artifact, folder: Path, entries: Sequence[FileEntry]) -> Path:
-    facts: list[Any] = [artifact.fingerprint, str(folder)]
-    for entry in entries:
-        stat = (folder / entry["path"]).stat()
-        facts.append([entry["sha256"], stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    return node_cache.cache_folder() / "checked" / digest(facts)
 
 
 def _sha256(path: Path) -> str:
