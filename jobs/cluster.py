@@ -145,7 +145,8 @@ def require_free(host: str, port: int) -> None:
     of the two would answer."""
     require(1 <= port <= 65535, "port", port, "1 to 65535")
     try:
-        socket.create_server((host, port)).close()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         is_used = error.errno == errno.EADDRINUSE
         reason = "in use; choose another" if is_used else f"{host}: {error.strerror}"

@@ -31,7 +31,8 @@ class Config:
     """Port of the service."""
     host: str = os.environ.get("POLYRANK_HOST", "127.0.0.1")
     """The address that the service listens on; the default is POLYRANK_HOST, if that is set. With 0.0.0.0,
-    all addresses of this machine, everybody may ask unless tokens are set (serve/README.md)."""
+    all addresses of this machine (:: with those of IPv6), everybody may ask unless tokens are set
+    (serve/README.md)."""
     arguments: tuple[str, ...] = ()
     """More arguments of the service, name=value, such as precision=fp32 or second_stage=CROSS
     (serve/REFERENCE.md)."""
@@ -62,7 +63,8 @@ def run(config: Config) -> program.Summary:
 
     from ray import serve
 
-    url = f"http://{config.host.replace('0.0.0.0', '127.0.0.1')}:{config.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     say("starts Ray")
     with cluster.session():
         with suppress(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,37 @@ def test_a_taken_port_and_a_model_that_is_none_are_refused(
         assert f"--port {port}: in use; choose another" in refusal
     refusal = run_job_here("serve", "--model", convai2_corpus.uri, "--port", free_port()).refusal
     assert "kind is 'corpus'; needed here: ranker" in refusal
+
+
+def test_a_service_may_listen_at_an_address_of_ipv6(run_job_here, tiny_ranker):
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6")
+    model, port = tiny_ranker("bi").uri, taken.getsockname()[1]
+    with closing(taken):
+        refusal = run_job_here("serve", "--model", model, "--host", "::1", "--port", port).refusal
+    assert f"--port {port}: in use; choose another" in refusal
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("localhost", "localhost")]
+)
+def test_the_address_of_a_service_is_one_that_a_browser_takes(
+    run_job_here, tiny_ranker, monkeypatch, host, shown
+):
+    from ray import serve
+
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_job.cluster, "session", nullcontext)
+    monkeypatch.setattr(serve_job.cluster, "require_free", lambda *_: None)
+    monkeypatch.setattr(serve_job.signal, "pause", ctrl_c)
+    for name in ("start", "run", "delete"):
+        monkeypatch.setattr(serve, name, lambda *_, **options: None)
+    done = run_job_here("serve", "--model", tiny_ranker("bi").uri, "--host", host)
+    assert done.summary["served"] == f"http://{shown}:8000"
 
 
 @pytest.mark.parametrize("name", [HASHES, FILE])
