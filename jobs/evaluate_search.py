@@ -110,7 +110,8 @@ def run(config: Config) -> program.Summary:
         for stage_name, (_, stage) in stages.items():
             for together in (False, True) if config.together else (False,):
                 count = config.second_stage_documents
-                reranked = _reranked(search, stage, collection, count, together)
+                scale = ranker.module.loss_scale if together else None
+                reranked = _reranked(search, stage, collection, count, scale)
                 row_name = f"{name} + {stage_name}{', together' if together else ''}"
                 own_rows.append(_measure(row_name, reranked, collection))
         rows += own_rows
@@ -212,10 +213,10 @@ def _pool_search(ranker: Ranker, documents: str, collection: Collection, config:
 
 
 def _reranked(
-    search: Search, stage: Ranker, collection: Collection, count: int, together: bool
+    search: Search, stage: Ranker, collection: Collection, count: int, scale: float | None
 ) -> Search:
-    """The first `count` documents in the order of a cross-encoder, or of the mean of both scores, and then
-    the others."""
+    """The first `count` documents in the order of a cross-encoder, and then the others. `scale`: the order
+    is that of the mean of both scores, those of the search times this."""
 
     def search_again(query: str) -> dict[str, float]:
         found = search(query)
@@ -223,8 +224,8 @@ def _reranked(
         texts = [collection.documents[document] for document in first]
         ranked = stage.rank(query, texts, top_k=count)
         scores = {first[result.index]: result.score for result in ranked}
-        if together:
-            means = {document: (scores[document] + found[document]) / 2 for document in first}
+        if scale is not None:
+            means = {name: (scores[name] + scale * found[name]) / 2 for name in first}
             scores = dict(sorted(means.items(), key=lambda pair: -pair[1]))
         return scores | {document: found[document] for document in list(found)[count:]}
 

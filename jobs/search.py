@@ -113,9 +113,10 @@ def run(config: Config) -> program.Summary:
         )
     if cross:
         texts = [result["text"] for result in results]
-        search_scores = [result["score"] for result in results] if config.together else None
+        scale = ranker.module.loss_scale
+        first = [scale * result["score"] for result in results] if config.together else None
         with _timed("cross", milliseconds):
-            order = rerank.rerank(cross, config.context, texts, search_scores)
+            order = rerank.rerank(cross, config.context, texts, first)
         results = [{**results[entry.place], "cross_score": entry.score} for entry in order]
     results = results[: config.top_k]
     certified = bool(hits.certified[0])

@@ -259,8 +259,9 @@ class Work:
         texts = [result.text for result in results]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         scores = await self._run(stage.pairs, [(context_row, row) for row in rows])
+        scale = self.engine.ranker.loss_scale
         rescored = [
-            replace(result, score=(score + result.score) / 2 if stage.together else score)
+            replace(result, score=(score + scale * result.score) / 2 if stage.together else score)
             for result, score in zip(results, scores, strict=True)
         ]
         return sorted(rescored, key=lambda result: -result.score)[: query.top_k]

@@ -37,8 +37,9 @@ def rerank(
 ) -> list[Reranked]:
     """The candidates by the cross-encoder's scores, best first; ties stay in their order.
 
-    `first`: the search's scores; the order is then that of the mean of both. A cross-encoder trained on few
-    examples makes other errors than the bi-encoder: pipeline/training/experiments.md.
+    `first`: the search's scores times `Ranker.loss_scale`, without which a ConveRT model's cosines count for
+    nothing; the order is then that of the mean of both. A cross-encoder trained on few examples makes other
+    errors than the bi-encoder: pipeline/training/experiments.md.
     """
     if not texts:
         return []

@@ -35,7 +35,7 @@ def pools(tracking_uri, tiny_ranker, tmp_path_factory) -> dict[str, str]:
             name: embed_pool.run(
                 embed_pool.Config(model=tiny_ranker(name).uri, name=name, **given)
             )["pool"]
-            for name in ("poly", "bi")
+            for name in ("poly", "bi", "convert")
         }
 
 
@@ -115,16 +115,17 @@ def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(search):
     assert "no candidate is left; values of 'kind' are such as 'even', 'odd'" in refusal
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
+@pytest.mark.parametrize(("model", "scale"), [("poly", 0), ("poly", 1), ("convert", 4)])
+def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, model, scale):
+    """`scale`: the factor on the search's scores in the mean; 0: they do not count."""
     cross = tiny_ranker("cross")
-    options = ("--cross", cross.uri, "--cross-candidates", 4, "--top-k", 3, "--together", together)
-    found = search("--context", "the sea", *options).summary
-    first = search("--context", "the sea", "--top-k", 4).summary["results"]
+    options = ("--cross", cross.uri, "--cross-candidates", 4, "--top-k", 3, "--together", scale > 0)
+    found = search("--context", "the sea", *options, model=model).summary
+    first = search("--context", "the sea", "--top-k", 4, model=model).summary["results"]
     texts = [result["text"] for result in first]
     reader = inference.prepare(load_ranker(cross.local()), torch.device("cpu"))
     scores = inference.pair_scores(reader, [["the sea"]], [texts])[0].numpy()
-    decide = scores + [result["score"] for result in first] if together else scores
+    decide = scores + scale * np.array([result["score"] for result in first])
     order = np.argsort(-decide)[:3]
     assert [result["text"] for result in found["results"]] == [texts[at] for at in order]
     for result, at in zip(found["results"], order, strict=True):

@@ -291,11 +291,15 @@ def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
         Engine(model.uri, second_stage=model.uri)
 
 
-def test_together_the_mean_of_both_stages_counts(tiny_ranker, tiny_pool, asking):
-    model, cross = tiny_ranker("poly"), tiny_ranker("cross")
+@pytest.mark.parametrize(("architecture", "scale"), [("poly", 1), ("convert", 4)])
+def test_together_the_mean_of_both_stages_counts(
+    tiny_ranker, tiny_pool, asking, architecture, scale
+):
+    """A ConveRT model's cosines count √16 times, as in its loss and in `jobs.evaluate --together`."""
+    model, cross = tiny_ranker(architecture), tiny_ranker("cross")
     first = asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)
     again = scores_of_replies(cross)
-    means = {result.id: (result.score + again[result.id]) / 2 for result in first}
+    means = {result.id: (scale * result.score + again[result.id]) / 2 for result in first}
     one = asking(
         model, tiny_pool(model), second_stage=cross.uri, second_stage_candidates=3, together=True
     )
