@@ -400,6 +400,9 @@ class ConvertConfig(ScorerConfig):
     SIZES: ClassVar[tuple[str, ...]] = (
         "max_context_tokens",
         "max_candidate_tokens",
+        "earlier_turns",
+        "number_earlier_turns",
+        "context_codes",
         "buckets",
         "width",
         "position_tables",

@@ -75,12 +75,14 @@ def test_values_of_another_type_are_refused(name, value, allowed, tmp_path):
         read_settings(str(tmp_path))
 
 
-def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further():
+def test_settings_that_are_defaults_take_those_of_a_model_to_train_further():
     model = ConvertConfig(width=32, windows=(2, 4), activation="relu", anneal_steps=7, buckets=9)
     found = ConvertConfig(buckets=8, earlier_turns=2).sized_as(model)
     assert found == ConvertConfig(
         width=32, windows=(2, 4), activation="relu", buckets=8, earlier_turns=2
     )
+    reads_more = {"earlier_turns": 10, "number_earlier_turns": True, "context_codes": 3}
+    assert ConvertConfig().sized_as(ConvertConfig(**reads_more)) == ConvertConfig(**reads_more)
 
 
 def test_no_other_module_asks_which_architecture_a_ranker_has():
