@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download
 
 from pipeline import storage
 from pipeline.artifact import (
@@ -202,10 +202,23 @@ def fetch_from_hub(name: str, revision: str | None = None) -> Path:
     Raises BadInput where there is none, or where the hub is out of reach.
     """
     try:
+        hooks = get_session().event_hooks["request"]
+        if _limit_wait not in hooks:
+            hooks.append(_limit_wait)
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FROM_HUB))
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: no such folder, nor to be had from the hub ({reason})") from None
+
+
+def _limit_wait(request: Any) -> None:
+    """`snapshot_download` asks for the model's commit and its files without a timeout, so it would wait for
+    ever for a hub that takes the connection and says nothing."""
+    timeouts = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        kind: constants.HF_HUB_ETAG_TIMEOUT if seconds is None else seconds
+        for kind, seconds in timeouts.items()
+    }
 
 
 def _may_be_hub_id(uri: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,19 @@ def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
         open_encoder("a/empty")
     with pytest.raises(BadInput, match=r"--start a/empty: .* \(tokenizer.json is missing"):
         open_tokenizer("a/empty", "--start")
+
+
+@pytest.mark.parametrize("revision", [None, "c0ffee" + 34 * "0"])
+def test_a_hub_that_never_answers_is_refused(monkeypatch, revision):
+    """Such as one behind a firewall, or a mirror that hangs."""
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(f"{constants}.HF_HUB_ETAG_TIMEOUT", 0.05)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the tries
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(f"{constants}.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        with pytest.raises(BadInput, match=r"^a/b: no such folder, nor to be had from the hub"):
+            sources.fetch_from_hub("a/b", revision)
 
 
 def test_a_node_without_a_way_to_the_hub_says_so_in_one_line(tiny, tmp_path, monkeypatch):
