@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.ranking.ranker import Ranker
 
 if "POLYRANK_PROCESSOR" in os.environ:  # before torch computes
-    from pipeline.processor import bound_libraries
+    from pipeline.library_kernels import bound_libraries
 
     bound_libraries()
 

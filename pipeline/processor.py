@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from pipeline.config import require
+from pipeline.library_kernels import VARIABLE
 
-VARIABLE = "POLYRANK_PROCESSOR"
 # What each kind has that those before it lack, as torch names it.
 _INSTRUCTIONS = {
     "plain": (),
@@ -38,14 +36,6 @@ _INSTRUCTIONS = {
 }
 KINDS = tuple(_INSTRUCTIONS)
 """Weakest first."""
-# What gives the libraries the kernels of a kind. torch's own know nothing above AVX-512.
-_LIBRARY_VARIABLES = {
-    "ATEN_CPU_CAPABILITY": {"plain": "default", "avx2": "avx2"},
-    "ONEDNN_MAX_CPU_ISA": {"plain": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE",
-                           "avx512_vnni": "AVX512_CORE_VNNI", "avx512_bf16": "AVX512_CORE_BF16"},
-    "MKL_ENABLE_INSTRUCTIONS": {"plain": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512",
-                                "avx512_vnni": "AVX512_E1", "avx512_bf16": "AVX512_E3"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,19 +94,6 @@ def kind_of(capabilities: Mapping[str, object]) -> str:
             break
         found = kind
     return found
-
-
-def bound_libraries() -> None:
-    """Bounds the kernels of torch, oneDNN and MKL by POLYRANK_PROCESSOR. They must not have computed yet."""
-    kind, flags = os.environ.get(VARIABLE, ""), ""
-    if not kind:
-        return
-    with suppress(OSError):
-        flags = Path("/proc/cpuinfo").read_text()
-    if "avx2" in flags:  # torch would take AVX2's kernels on a processor that lacks them
-        for variable, values in _LIBRARY_VARIABLES.items():
-            if kind in values:
-                os.environ.setdefault(variable, values[kind])
 
 
 if __name__ == "__main__":

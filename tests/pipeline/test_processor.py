@@ -77,6 +77,14 @@ def test_another_value_is_refused(monkeypatch, run_job_here):
 
 
 @pytest.mark.slow
+def test_the_command_says_the_kind_alone():
+    command = [sys.executable, "-m", "pipeline.processor"]
+    environment = {**os.environ, "POLYRANK_PROCESSOR": "plain"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("plain\n", "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "kernels"),
     [
