@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
     """As `place`, for inference only: where it computes in bf16 or 8 bits, its encoders' weights are of that
     type from now on."""
-    place(ranker.eval(), device, precision)
+    place(ranker.eval().float(), device, precision)  # a program may have another default type
     if ranker.precision == "bf16":
         to_bf16(ranker)
     encoders = [module for module in ranker.modules() if isinstance(module, TextEncoder)]

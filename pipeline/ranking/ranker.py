@@ -26,6 +26,7 @@ from pipeline.models.precision import Precision
 from pipeline.ranking import inputs
 from pipeline.ranking.inputs import Context, Where
 from pipeline.ranking.results import Ranking, best_results, results_at
+from pipeline.ranking.torch_defaults import with_torch_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,7 @@ class Ranker:
         """What the vectors of the last candidates were made from, and the vectors."""
 
     @classmethod
+    @with_torch_defaults
     def load(
         cls, uri: str | Path, precision: Precision = "auto", device: str | torch.device = "auto"
     ) -> Ranker:
@@ -114,6 +116,7 @@ class Ranker:
         return cls(module, files.uri, files.artifact)
 
     @classmethod
+    @with_torch_defaults
     def from_sentence_transformers(
         cls,
         path: str | Path,
@@ -216,6 +219,7 @@ class Ranker:
         ids, texts = inputs.candidates(candidates)
         return Ranking(tuple(best_results(ids, texts, self.score(context, texts).tolist(), top_k)))
 
+    @with_torch_defaults
     def search(
         self,
         pool: Pool,
@@ -267,6 +271,7 @@ class Ranker:
         results = results_at(pool, answers.places[0], answers.scores[0])
         return Ranking(tuple(results), bool(answers.certified[0]))
 
+    @with_torch_defaults
     def score(self, context: Context, candidates: Iterable[str]) -> Floats:
         """[C] float32: the scores of texts, in their order.
 
@@ -302,6 +307,7 @@ class Ranker:
         self._kept = (source, vectors_CD) if vectors_CD.numel() <= _KEPT_NUMBERS else None
         return vectors_CD
 
+    @with_torch_defaults
     def encode_contexts(
         self, contexts: Iterable[Context], progress: bool = False, batch_tokens: int = 0
     ) -> ContextVectors:
@@ -336,6 +342,7 @@ class Ranker:
             masks.append(_array(mask))
         return ContextVectors(np.concatenate(vectors), np.concatenate(masks))
 
+    @with_torch_defaults
     def encode_candidates(
         self, texts: Iterable[str], progress: bool = False, batch_tokens: int = 0
     ) -> Floats:
@@ -371,6 +378,7 @@ class Ranker:
             start += len(part)
         return vectors_ND
 
+    @with_torch_defaults
     def explain(self, context: Context, candidates: Iterable[str]) -> Explanation:
         """The attention of each vector of the context to the tokens, and its weight for each candidate.
 

@@ -459,7 +459,7 @@ class ConvertNetwork(VectorNetwork):
             weights = [self.reduction.token_weights(*output) for output in outputs]
             is_token_BT = torch.cat([mask for _, mask in outputs], dim=1)
             rows = [torch.cat(weights, dim=1)[is_token_BT]]
-        zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        zeros_BT = rows[0].new_zeros(mask_BT.shape)
         # The kept tokens of a row come in its order: the newest turn's stand before the earlier ones'.
         weights_BMT = torch.stack([zeros_BT.masked_scatter(mask_BT, row) for row in rows], dim=1)
         return weights_BMT / weights_BMT.sum(dim=2, keepdim=True).clamp(min=1e-9)

@@ -10,7 +10,11 @@ import pytest
 from pipeline.ranking import ranker
 
 PAGE = Path(ranker.__file__).parents[1] / "API.md"
-DOCSTRINGS = [test for test in doctest.DocTestFinder().find(ranker) if test.examples]
+# `module=False`: the decorator of some calls is of another module.
+_FOUND = doctest.DocTestFinder().find(
+    ranker.Ranker, f"{ranker.__name__}.Ranker", module=False, globs=vars(ranker)
+)
+DOCSTRINGS = [test for test in _FOUND if test.examples]
 
 
 def failures(test: doctest.DocTest) -> str:

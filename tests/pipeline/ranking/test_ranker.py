@@ -8,6 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +46,39 @@ def test_candidates_stand_in_the_order_of_their_scores(home: Path, architecture:
     assert [one.id for one in ranking] == [str(place) for place in order]
     assert [one.score for one in ranking] == pytest.approx([wanted[at] for at in order], rel=1e-5)
     assert ranking.certified
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("setting", ["meta", "autocast", "float64"])
+def test_the_programs_settings_of_torch_change_nothing(home: Path, architecture: str, setting: str):
+    def results() -> list[np.ndarray]:
+        ranker = Ranker.load(f"rankers/{architecture}")
+        if architecture == "cross":
+            return [ranker.score(CONTEXT, TEXTS)]
+        vectors = [*ranker.encode_contexts([CONTEXT, "tea ?"]), ranker.encode_candidates(TEXTS)]
+        return [ranker.score(CONTEXT, TEXTS), *vectors, *ranker.explain(CONTEXT, TEXTS)[1:]]
+
+    def searched() -> list[tuple[str, float]]:
+        ranking = Ranker.load("rankers/poly").search(Pool.open("pools/replies"), CONTEXT)
+        return [(result.id, result.score) for result in ranking]
+
+    wanted, wanted_rows = results(), searched()
+    settings = {
+        "meta": torch.device("meta"),
+        "autocast": torch.autocast("cpu", dtype=torch.float16),
+        "float64": nullcontext(),
+    }
+    torch.set_default_dtype(torch.float64 if setting == "float64" else torch.float32)
+    with settings[setting]:
+        for array, expected in zip(results(), wanted, strict=True):
+            np.testing.assert_array_equal(array, expected)
+        assert searched() == wanted_rows
 
 
 def test_a_text_is_a_context_of_one_turn(home: Path):
