@@ -9,8 +9,8 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,13 @@ _LARGE_BYTES = 5_000_000
 _FEWEST_ROWS = 100
 """Fewer give training nothing to learn from, and its evaluation a handful of questions."""
 _TAG = re.compile(r"</?(?:p|br|div|span|a|b|i|strong|em|ul|ol|li|h\d|table|td|img)\b[^<>]*>", re.I)
+
+
+class _Table(pairs.Options):
+    """How the table is written. Messages name its settings by the options of this job."""
+
+    def option(self, name: str) -> str:
+        return {"context_column": "question", "response_column": "answer"}.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +90,8 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     files = storage.expand([config.table], "table")
-    with _options_of_this_job():
-        table = _table_format(config, files)
-        trains, reason = _decide(config, files, table)
+    table = _table_format(config, files)
+    trains, reason = _decide(config, files, table)
     print(f"questions: column {table.context_column!r}; answers: column {table.response_column!r} "
           "(--question and --answer choose others)", flush=True)  # fmt: skip
     variables: dict[str, object] = {
@@ -145,8 +151,12 @@ def _embed_and_serve(steps: workflow.Config) -> NoReturn:
 def _evaluate(work: str, steps: workflow.Config, model: str, split: str) -> dict[str, Any]:
     """Makes a model and evaluates it, unless that is done. Returns what jobs.evaluate writes."""
     steps, uri = _steps_of(steps, model), storage.join(work, model)
-    with _options_of_this_job():
+    try:
         workflow.run(replace(steps, skip=("evaluate", "pool", "serve")))
+    except BadInput as error:
+        # The recipe sets this option of finetune for tables of any size.
+        rows = "more rows, or --train false"
+        raise BadInput(re.sub(r"finetune\.batch_examples of .*", rows, str(error))) from None
     file = f"{uri}-evaluation.json"
     done = json.loads(storage.read_bytes(file)) if storage.exists(file) else {"models": {}}
     is_of_model = [*done["models"].values()] == [open_artifact(uri, "ranker").fingerprint]
@@ -201,7 +211,7 @@ def _recall(row: dict[str, float], k: int) -> float:
 
 def _table_format(config: Config, files: list[str]) -> pairs.Options:
     """The columns, and how they are written. Raises BadInput for a table without rows or these columns."""
-    options = pairs.Options(
+    options: pairs.Options = _Table(
         context_column=config.question or pairs.Options.context_column,
         response_column=config.answer or pairs.Options.response_column,
         encoding=config.encoding,
@@ -214,21 +224,6 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
     _require_named(config, files, options)
     pairs.require_columns(files, options, raw.Reading())
     return options
-
-
-@contextmanager
-def _options_of_this_job() -> Iterator[None]:
-    """Errors name the options of this job in place of those of its steps."""
-    try:
-        yield
-    except BadInput as error:
-        text = str(error)
-        for name, option in (("context_column", "--question"), ("response_column", "--answer")):
-            text = text.replace(f"pairs.{name}", option)
-        text = re.sub(r"(?:--)?\bpairs\.(?=encoding\b|delimiter\b)", "--", text)
-        # The recipe sets it for tables of any size.
-        text = re.sub(r"finetune\.batch_examples of .*", "more rows, or --train false", text)
-        raise BadInput(text) from None
 
 
 def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:
@@ -292,9 +287,11 @@ def _decide(config: Config, files: list[str], table: pairs.Options) -> tuple[boo
     report = ParseReport()
     for file in files:
         for _, row in tables.read(file, table.columns, raw.Reading(), report, form=table):
-            question, answer = map(row.get, (table.context_column, table.response_column))
-            if str(question or "").strip() and str(answer or "").strip():
-                answers_of_questions[str(question)].add(str(answer))
+            values = map(row.get, (table.context_column, table.response_column))
+            # NaN is an empty cell of a column of numbers, and 0 is none.
+            question, answer = ("" if v in (None, []) or v != v else str(v) for v in values)
+            if question.strip() and answer.strip():
+                answers_of_questions[question].add(answer)
                 rows += 1
             else:
                 empty += 1

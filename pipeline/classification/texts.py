@@ -177,9 +177,8 @@ def _table_rows(
         split = named_split(raw.plain_name(uri))
         for line, row in tables.read(uri, columns, reading, report, form=form):
             text, intent = row.get(text_column), row.get(label_column)
-            text = "" if text is None else text
-            with suppress(TypeError):  # then it is not a text
-                intent = tables.cell_text(intent) or ""
+            with suppress(TypeError):  # then one is not a text
+                text, intent = tables.cell_text(text) or "", tables.cell_text(intent) or ""
             if not raw.is_text(text) or not raw.is_text(intent):
                 sample = json.dumps([str(text), str(intent)], ensure_ascii=False)
                 report.malformed.add("not a text and an intent", uri, line, sample)

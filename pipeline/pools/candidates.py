@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -317,14 +318,10 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     if column not in row and not is_filter_column:  # JSON lines leave out empty cells
         raise ValueError(f"no column {column}")
     value = row.get(column)
-    is_text_column = option == _TEXT
     try:
-        if is_text_column and not isinstance(value, str | None):
-            raise TypeError(type(value).__name__)
         cell = tables.filter_text(value) if is_filter_column else tables.cell_text(value)
     except TypeError as kind:
-        allowed = "text" if is_text_column else "text, numbers, dates"
-        raise ValueError(f"{option} {column}: {kind}; allowed: {allowed}") from None
+        raise ValueError(f"{option} {column}: {kind}; allowed: text, numbers, dates") from None
     if option == _ID and not cell:
         raise ValueError(f"{option} {column}: empty; allowed: text, numbers, dates")
     return cell
@@ -334,8 +331,10 @@ def _turns(row: dict[str, Any], column: str) -> Turns:
     """A row's context; () for an empty one. Raises ValueError for what it cannot be."""
     if column not in row:
         raise ValueError(f"no column {column}")
-    value = row[column]
-    turns = [value] if isinstance(value, str) else value or []
+    value = turns = row[column]
+    if not isinstance(value, list):
+        with suppress(TypeError):
+            turns = [tables.cell_text(value) or ""]
     if not isinstance(turns, list) or not all(map(raw.is_text, turns)):
         raise ValueError(
             f"{_CONTEXT} {column}: {type(value).__name__}; allowed: text, list of texts"

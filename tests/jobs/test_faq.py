@@ -290,6 +290,14 @@ def test_a_table_too_small_to_train_on_is_refused_in_words_of_this_job(
     assert refused.endswith("64 on each of 1 workers; allowed: more rows, or --train false")
 
 
+def test_answers_may_be_numbers(run_job_here, tmp_path):
+    table = tmp_path / "faq.jsonl"
+    rows = [{"question": f"how much is {n} ?", "answer": n % 5} for n in range(20)]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_job_here("faq", table, "--dry-run")
+    assert "20 rows have 5 answers" in done.stdout and "left out" not in done.stdout
+
+
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
     table = tmp_path / "faq.csv"
     table.write_text("frage,antwort\nwie ?,so\n")
@@ -297,7 +305,7 @@ def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, t
         ((), "no column has a usual name for questions or answers; choose by --question and --answer: frage"),
         (("--question", "frage"), "no column has a usual name for answers; choose by --answer: frage"),
         (("--question", "q", "--answer", "antwort"),
-         f"faq: --question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
+         f"faq: question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
     ):  # fmt: skip
         assert said in run_job_here("faq", table, *options).refusal
     table.write_text("question,query,answer\nhow ?,how ?,so\n")

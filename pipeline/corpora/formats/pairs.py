@@ -100,7 +100,7 @@ class Options(tables.TableFormat):
     def columns(self) -> dict[str, str]:
         """Option → column, of those that are named."""
         columns = {name: value for name, value in vars(self).items() if name.endswith("_column")}
-        return {f"pairs.{name}": value for name, value in columns.items() if value}
+        return {self.option(name): value for name, value in columns.items() if value}
 
 
 def with_guessed_columns(
@@ -336,10 +336,7 @@ def _split(row: dict[str, Any], column: str) -> Split:
 
 
 def _key(row: dict[str, Any], column: str) -> str:
-    try:
-        key = tables.cell_text(row.get(column))
-    except TypeError as kind:
-        raise Malformed(f"{column}: {kind}; allowed: text, numbers, dates") from None
+    key = _cell(row.get(column), column)
     if not key:
         raise Malformed(f"no {column}")
     return key
@@ -349,11 +346,14 @@ def _text(row: dict[str, Any], column: str) -> str:
     """ "" for null, as Parquet and JSON have an empty cell."""
     if column not in row:
         raise Malformed(f"no {column}")
-    value = "" if row[column] is None else row[column]
-    if not raw.is_text(value):
-        kind = "broken text" if isinstance(value, str) else type(value).__name__
-        raise Malformed(f"{column}: {kind}; allowed: text")
-    return value
+    return _cell(row[column], column)
+
+
+def _cell(value: object, column: str) -> str:
+    try:
+        return tables.cell_text(value) or ""
+    except TypeError as kind:
+        raise Malformed(f"{column}: {kind}; allowed: text, numbers, dates") from None
 
 
 def _texts(values: object, column: str) -> list[str]:

@@ -69,13 +69,13 @@ class TableFormat:
     """False: double quotes in CSV and TSV are ordinary characters."""
 
     def __post_init__(self) -> None:
-        require(encodings.is_known(self.encoding), f"{self.GROUP}.encoding", self.encoding,
+        require(encodings.is_known(self.encoding), self.option("encoding"), self.encoding,
                 "utf-8, cp1252, utf-16, or another encoding that Python knows")  # fmt: skip
-        require(len(self.delimiter) <= 1 or self.delimiter == "\\t", f"{self.GROUP}.delimiter",
+        require(len(self.delimiter) <= 1 or self.delimiter == "\\t", self.option("delimiter"),
                 self.delimiter, 'one character, such as ";"')  # fmt: skip
 
     def option(self, name: str) -> str:
-        """Its name on the command line."""
+        """The name of a setting on the command line, for messages; "": it has none."""
         return f"{self.GROUP}.{name}" if self.GROUP else ""
 
 

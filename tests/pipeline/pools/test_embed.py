@@ -164,9 +164,11 @@ BAD_RECORDS = [
     ({"id": "x", "text": ""}, "text is empty"),
     ({"id": "x", "text": " \n\t\u3000"}, "text is empty"),
     ({"id": "x", "text": None}, "text is empty"),
-    ({"id": "x", "text": 12}, "embed.text_column text: int; allowed: text"),
-    ({"id": "x", "text": ["a"]}, "embed.text_column text: list; allowed: text"),
-    ({"id": "x", "text": "cut off \ud83d"}, "embed.text_column text: broken text; allowed: text"),
+    ({"id": "x", "text": ["a"]}, "embed.text_column text: list; allowed: text, numbers, dates"),
+    (
+        {"id": "x", "text": "cut off \ud83d"},
+        "embed.text_column text: broken text; allowed: text, numbers, dates",
+    ),
     ({"id": None, "text": "other"}, "embed.id_column id: empty; allowed: text, numbers, dates"),
     ({"id": "", "text": "other"}, "embed.id_column id: empty; allowed: text, numbers, dates"),
     ({"id": [1], "text": "other"}, "embed.id_column id: list; allowed: text, numbers, dates"),
@@ -292,6 +294,20 @@ def test_columns_of_a_data_frame_keep_their_meaning(make, tmp_path, use):
         assert [row_id for row_id, _ in rows_of(pool)] == [each for each in ids if each]
         reason = f"embed.id_column {column}: empty; allowed: text, numbers, dates"
         assert pool.artifact.manifest["dropped"] == {reason: ids.count(None)}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_numbers_are_texts_as_in_csv(make, tmp_path, kind):
+    frame = pd.DataFrame({"id": list("abc"), "text": [1886, None, 0]})
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        frame.to_parquet(file)
+    else:
+        frame.to_json(file, orient="records", lines=True)
+    pool = make(file)
+    assert rows_of(pool) == [("a", "1886"), ("c", "0")]
+    assert candidates._turns({"q": 7.0}, "q") == ("7",)
+    assert pool.artifact.manifest["dropped"] == {"text is empty": 1}
 
 
 def test_values_of_csv_are_those_that_pandas_had(make, tmp_path):

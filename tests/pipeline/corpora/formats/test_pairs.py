@@ -185,13 +185,21 @@ def test_ids_and_groups_of_a_column_with_gaps_are_whole_numbers(tmp_path):
         assert [(row["example_id"], row["group_id"]) for row in found] == [("7", "3")]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_numbers_are_texts_as_in_csv(tmp_path, form):
+    """1886 of a column of integers with a gap is a float."""
+    rows = [{"context": 7, "response": 1886.0}, {"context": 0, "response": None}]
+    found, report = read(tmp_path, rows, name=f"rows.{form}")
+    assert [(row["context"], row["response"]) for row in found] == [(["7"], "1886")]
+    assert report.dropped.counts == {"empty response": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"context": "\ud83d"}, "context: broken text; allowed: text"),
+        ({"context": "\ud83d"}, "context: broken text; allowed: text, numbers, dates"),
         ({"context": ["hi", None]}, "context is no list of texts"),
-        ({"response": ["fine ."]}, "response: list; allowed: text"),
-        ({"response": 12}, "response: int; allowed: text"),
+        ({"response": ["fine ."]}, "response: list; allowed: text, numbers, dates"),
         ({"group": ""}, "no group"),
         ({"group": {"a": 1}}, "group: dict; allowed: text, numbers, dates"),
         ({"id": [1]}, "id: list; allowed: text, numbers, dates"),
