@@ -12,6 +12,7 @@ standard error.
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import re
@@ -57,11 +58,13 @@ command_of_verb = "python -m jobs.{}"
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
     """Runs a job from the command line and exits."""
     _exit_at_sigterm()
+    _mend_streams()
     _leave_folder_of_ray()
     program = command_of_verb.format(name)
     try:
         config = parse(config_class, sys.argv[1:], program)
         bound_kind()  # a wrong one is refused before anything starts
+        _require_current_folder()
         for option in fields(config):  # type: ignore[arg-type]
             if option.metadata.get("file") and (uri := getattr(config, option.name)):
                 storage.require_file(option.name, uri)
@@ -175,8 +178,9 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
 
 
 def _print_summary(summary: Summary) -> bool:
-    line = in_words(summary) if sys.stdout.isatty() else json.dumps(summary, ensure_ascii=False)
-    return say(line, sys.stdout)
+    is_ascii = "utf" not in (sys.stdout.encoding or "utf-8").lower()
+    summary_json = json.dumps(summary, ensure_ascii=is_ascii)
+    return say(in_words(summary) if sys.stdout.isatty() else summary_json, sys.stdout)
 
 
 def say(line: str, stream: TextIO) -> bool:
@@ -207,6 +211,24 @@ def _discard(stream: TextIO) -> None:
 def _exit_at_sigterm() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(SIGTERM))
+
+
+def _mend_streams() -> None:
+    """A stream that the parent has closed (`>&-`) leads nowhere, and what the locale's encoding lacks is
+    printed as its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_current_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise BadInput("the current folder has been removed; type the command in another") from None
 
 
 def _leave_folder_of_ray() -> None:

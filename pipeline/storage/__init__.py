@@ -57,8 +57,13 @@ def is_local(uri: str) -> bool:
 def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a URI and the path in it.
 
-    Raises BadInput where the scheme is unknown, and for a URI with a password in it.
+    Raises BadInput where the scheme is unknown, and for a URI with a password in it, or with bytes that are
+    not UTF-8, which pyarrow and manifests cannot name.
     """
+    try:
+        uri.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{uri!r}: not UTF-8; allowed: names of files in UTF-8") from None
     if is_local(uri):
         return pafs.LocalFileSystem(), str(_local_path(uri).expanduser().absolute())
     parts = _URI.fullmatch(uri)

@@ -127,6 +127,22 @@ def test_a_job_whose_reader_is_killed_ends_without_a_word(tmp_path, work, code, 
     assert "BrokenPipe" not in said and said.count("Traceback") == ("Zero" in said)
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    ("exec \"$@\" >&-", "n\\xfc: not a corpus (there is no such folder)"),
+    ("rmdir \"$PWD\"; exec \"$@\"", "the current folder has been removed; type the command in another"),
+])  # fmt: skip
+def test_a_job_without_a_stream_or_a_folder_refuses_in_one_line(tmp_path, change, said):
+    (tmp_path / "here").mkdir()
+    command = ["sh", "-c", change, "sh", *job_command("inspect", "--corpus", "nü")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not done.stdout or json.loads(done.stdout)["exit_code"] == 2
+
+
 @dataclass(frozen=True)
 class Nothing:
     pass

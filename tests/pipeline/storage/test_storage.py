@@ -80,6 +80,11 @@ def test_a_file_uri_has_percent_escapes_and_the_name_of_a_file_has_none(tmp_path
     assert storage.expand([f"{root}{tmp_path}/a b/100%.csv"]) == names[:1]
 
 
+def test_a_name_in_another_encoding_is_refused():
+    with pytest.raises(BadInput, match=r"^'b\\udcfcch.csv': not UTF-8; allowed: names"):
+        storage.expand([os.fsdecode(b"b\xfcch.csv")])
+
+
 def test_a_uri_with_a_password_is_refused_and_not_shown():
     for uri in ("s3://KEY:hidden@bucket/a", "sftp://me:hidden@host/a?b=c"):
         with pytest.raises(BadInput, match="has a password, which manifests") as refused:
