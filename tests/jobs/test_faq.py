@@ -290,12 +290,14 @@ def test_a_table_too_small_to_train_on_is_refused_in_words_of_this_job(
     assert refused.endswith("64 on each of 1 workers; allowed: more rows, or --train false")
 
 
-def test_answers_may_be_numbers(run_job_here, tmp_path):
+def test_answers_may_be_numbers(tmp_path, capsys):
     table = tmp_path / "faq.jsonl"
     rows = [{"question": f"how much is {n} ?", "answer": n % 5} for n in range(20)]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run_job_here("faq", table, "--dry-run")
-    assert "20 rows have 5 answers" in done.stdout and "left out" not in done.stdout
+    config, files = faq.Config(table=str(table)), [str(table)]
+    _, reason = faq._decide(config, files, faq._table_format(config, files))
+    assert reason.startswith("20 rows have 5 answers")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
