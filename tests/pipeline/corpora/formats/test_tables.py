@@ -230,7 +230,10 @@ def test_an_empty_file_has_no_rows(tmp_path, data):
 
 # Rows
 
-_texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
+# Hypothesis also tries the texts that stand in the code, such as NULL, which is an empty cell.
+_texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8
+).filter(lambda text: text not in tables._EMPTY_CELLS)
 
 
 @given(st.lists(st.fixed_dictionaries({"a": _texts, "b": _texts}), min_size=1, max_size=8))
