@@ -138,7 +138,7 @@ def parse(
     argv, help_topic = help_text.take_help(argv)
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
         position = list(argv).index("--")
-        argv = [*argv[:position], f"--{after_dashes}", json.dumps(argv[position + 1 :])]
+        argv = [*argv[:position], f"--{after_dashes}", arguments.list_text(argv[position + 1 :])]
     elif after_dashes and argv and not argv[0].startswith("-"):
         raise BadInput(
             f"{argv[0]}: what is passed on stands after --, as in: {prog} -- {' '.join(argv)}"

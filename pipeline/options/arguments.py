@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
+_LIST = re.compile(r"\[.*\]\s*", re.DOTALL)
+_OTHER_LETTER = re.compile("[\x7f-\uffff]")  # some of these end a line, or are none, in YAML
 
 
 def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str, str]) -> list[str]:
@@ -41,13 +44,21 @@ def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str,
                 position += 1
         if hint is bool and not values:
             values = ["true"]
-        if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
-            values = [json.dumps(values)]
+        if typing.get_origin(hint) is tuple and not (
+            len(values) == 1 and _LIST.fullmatch(values[0])
+        ):
+            values = [list_text(values)]
         if name == "--config" and values:
             config.extend(part for file in values for part in (name, installed_file(file)))
         else:
             normal.extend([name, *values])
     return config + normal
+
+
+def list_text(values: Sequence[str]) -> str:
+    """The values as a list in YAML, which reads JSON, but not the two halves that JSON makes of an emoji."""
+    text = json.dumps(list(values), ensure_ascii=False)
+    return _OTHER_LETTER.sub(lambda letter: f"\\u{ord(letter[0]):04x}", text)
 
 
 def installed_file(file: str) -> str:
@@ -67,4 +78,4 @@ def gather_passed_on(argv: Sequence[str], field: str, groups: Collection[str]) -
             group, dot, _ = argument[2:].partition(".")
             target = passed_on if dot and group in groups else own_arguments
         target.append(argument)
-    return [*own_arguments, f"--{field}", json.dumps(passed_on)] if passed_on else own_arguments
+    return [*own_arguments, f"--{field}", list_text(passed_on)] if passed_on else own_arguments

@@ -89,6 +89,15 @@ def test_dashes_underscores_and_equals_signs_mean_the_same():
         assert read(f"--input a {option}").max_steps == 4
 
 
+@pytest.mark.parametrize(
+    "text", ["is it 😀 ?", "𝒳\u2028\x85\ufffe", "[DOOR OPENS] who is it ?", "[x"]
+)
+def test_a_value_of_a_list_is_any_text(text):
+    """Emoji and contexts that begin with a bracket were refused, in a line of escapes."""
+    for values in ((text,), ("a", text)):
+        assert parse(Config, ["--input", *values], "python -m jobs.test").input == values
+
+
 def test_a_list_option_takes_several_values_until_the_next_option():
     config = read("--input a b --inner.ks 2 3 4 --mode slow")
     assert config == Config(input=("a", "b"), mode="slow", inner=Inner(ks=(2, 3, 4)))
