@@ -138,7 +138,7 @@ def _refusal(need: Need) -> str:
 
 
 def _state(need: Need) -> str:
-    """ "8 of 10 CPUs are free; 2 are held by Serve" """
+    """ "8 of 10 CPUs free, 2 held by Serve" """
     import ray
 
     if not need.fits_idle_nodes():

@@ -350,8 +350,9 @@ def _responses(corpus: Artifact, folder: str, candidates: int, fewer: bool) -> l
     """The different responses of a split's folder; "": of all splits."""
     files = [uri for name in ("train/", "valid/", "test/") for uri in corpus.files(name, ".parquet")
              if name.startswith(folder)]  # fmt: skip
-    table = _table(files, ["response"])
-    responses: list[str] = pc.unique(table["response"]).to_pylist()
+    # File by file: of all texts at once Arrow makes a column, which ends at 2 GiB.
+    texts = (pc.unique(_table([uri], ["response"])["response"]).to_pylist() for uri in files)
+    responses: list[str] = list(dict.fromkeys(itertools.chain.from_iterable(texts)))
     if len(responses) < (2 if fewer else candidates):
         raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(responses)} different "
                        f"responses{f' in {folder}' if folder else ''}; allowed: 2 to as many")  # fmt: skip

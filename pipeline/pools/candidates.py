@@ -4,7 +4,7 @@ a Parquet file.
     _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, the
                                        columns kept to filter by, as text, and known contexts
     _candidates/file-00000-000.npy     their keys, [rows, 4] uint64: 64 bits of the hashes of the text, of
-                                       the content and of the id; bytes of the text
+                                       the content and of the id; bytes of the text and known contexts
 
 The content is the text, its values to filter by and its known contexts: candidates with the same content are
 the same. Text and known contexts decide the vector; "text" in the plan means both. One task reads all files
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import storage
 from pipeline.arrays import Keys
@@ -216,7 +217,8 @@ def _stage_pieces(
         redacted += changed
         contents = [hash_key(hash_) for hash_ in part_table["content_hash"].to_pylist()]
         ids = [id_key(name) for name in part_table["id"].to_pylist()]
-        sizes = [len(text.encode()) for text in part_table["text"].to_pylist()]
+        texts = [name for name in ("text", KNOWN_CONTEXTS) if name in part_table.column_names]
+        sizes = sum(pc.binary_length(part_table[name]).to_numpy() for name in texts)
         keys = np.array([text_keys(part_table), contents, ids, sizes], np.uint64).T
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(part_table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.ascontiguousarray(keys)))

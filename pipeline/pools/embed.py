@@ -34,8 +34,8 @@ from pipeline.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.pools.versions import PLAN, Version, files_of_rows
 
-# Of an actor: while one is in the model, the one before is checked and written, and the next one read. With a
-# model that only waits, 15.1 s in each actor, 5,000 articles took 23.0 s, with two at once 25.1 s.
+# Each actor holds three shards: one computes while the others are read, checked or written. With a model that
+# only waits, 15.1 s in each actor, 5,000 articles took 23.0 s, with two shards at once 25.1 s.
 _SHARDS_AT_ONCE = 3
 _CANARY_CHARACTERS = 300
 

@@ -136,7 +136,7 @@ def newest_with_vectors_of(
 ) -> Version | None:
     """The newest version for which `has_vectors_of` holds; one with incomplete files is named and left out.
 
-    Only who holds the pool's lock knows that it stays.
+    The version may be removed unless the caller holds the pool's lock.
     """
     for version in map(Version, newest_versions(pools, name)):
         if has_vectors_of(version, model, config, precision):

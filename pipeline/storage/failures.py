@@ -30,8 +30,8 @@ _STORAGE_ERRORS = {
     errno.EIO, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 
-# What stores call it, and what a person should know. Another try mends none of them. A refusal by obstore has
-# its own words before the store's code.
+# Permanent errors of the object store, with an explanation for the user. A refusal by obstore has its own
+# words before the store's code.
 _STORE_REFUSALS = {
     "NO_SUCH_BUCKET|NoSuchBucket":
         "there is no such bucket",

@@ -2,8 +2,8 @@
 
 obstore asks the store itself (S3: `If-None-Match: *`, GCS and Azure: their preconditions), which answers
 one writer with success and all others with a refusal. Everything else goes through pyarrow. For S3 the
-credentials are those that boto3 finds: it knows every kind of profile that pyarrow knows (SSO, `role_arn`,
-`credential_process`), and renews them.
+credentials are those that boto3 finds, and renews: it knows every kind of profile that pyarrow knows (keys,
+SSO, `credential_process`). It also knows `role_arn`, which pyarrow does not.
 """
 
 from __future__ import annotations

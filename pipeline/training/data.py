@@ -260,7 +260,8 @@ class Batches:
 
     def _window(self, table: pa.Table, epoch: int, window: int) -> list[list[Any]]:
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])
-        rows = table.take(rng.permutation(table.num_rows)).to_pylist()
+        listed = table.to_pylist()  # Arrow's own `take` fails where a column has over 2 GiB of text
+        rows = [listed[place] for place in rng.permutation(table.num_rows)]
         items = self.collator.prepare(rows, self._generator(epoch, window))
         # Not sorted by length: a batch of contexts of one length is one of equally old dialogues, and its
         # negatives are too easy. What that costs is within a seed's chance (half an epoch of ConvAI2,

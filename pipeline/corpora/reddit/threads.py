@@ -119,6 +119,8 @@ def build_examples(
     """
     thread = _single_chunk(comments["thread"])
     body = _single_chunk(comments["body"].cast(pa.large_string()))
+    # Arrow joins the chunks of a column that it takes rows of.
+    comments = comments.set_column(comments.schema.get_field_index("body"), "body", body)
     key = _single_chunk(pc.binary_join_element_wise(comments["thread"], comments["id"], "/"))
     parent_key = pc.binary_join_element_wise(comments["thread"], comments["parent"], "/")
     # Where an id comes twice, its first place counts.

@@ -16,6 +16,8 @@ from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
 
+ROOT = Path(__file__).parents[3]
+
 
 def test_a_shard_of_long_texts_has_fewer_rows(out, monkeypatch, actors_in_process):
     """50,000 rows of 50 kB each are more than the 2 GiB that an Arrow column of text holds."""
@@ -40,6 +42,43 @@ def test_a_shard_of_long_texts_has_fewer_rows(out, monkeypatch, actors_in_proces
 
 
 # Places that make one array of several, and why its texts stay below the 2 GiB of a column of text.
+COMBINED = {
+    "jobs/sample_data/dump_text.py": (1, "a block of comments that are made up"),
+    "pipeline/corpora/buckets.py": (
+        2,
+        "tables: Arrow leaves several chunks where one is too small",
+    ),
+    "pipeline/corpora/dedup/decontaminate.py": (3, "tables of hashes and ids"),
+    "pipeline/corpora/dedup/exact.py": (1, "a table of hashes and ids"),
+    "pipeline/corpora/dedup/examples.py": (1, "a table of hashes and ids"),
+    "pipeline/corpora/dedup/near.py": (1, "a table of hashes"),
+    "pipeline/corpora/file_tasks.py": (1, "a shard, of up to 2^28 characters"),
+    "pipeline/corpora/formats/amazonqa.py": (2, "a bucket of pairs, each once"),
+    "pipeline/corpora/formats/pairs.py": (1, "ids or groups of a shard"),
+    "pipeline/corpora/reddit/comments.py": (9, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/lines.py": (4, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/partition.py": (1, "a block of up to 256 MiB"),
+    "pipeline/corpora/reddit/threads.py": (1, "ids of a bucket; its bodies are large_string"),
+    "pipeline/corpora/report/survey.py": (4, "2,048 rows"),
+    "pipeline/pools/embedder.py": (2, "a table of a shard, and its ids"),
+    "pipeline/training/pretraining_data.py": (1, "numbers"),
+    "pipeline/training/tokenized_corpus.py": (1, "numbers"),
+}
+
+
+def test_each_place_where_arrays_are_combined_is_named_with_its_bound():
+    """`count_distinct` combines its chunks, too: of 70 million ids it raised ArrowCapacityError."""
+    found = {}
+    for folder in ("pipeline", "jobs", "serve"):
+        for file in (ROOT / folder).rglob("*.py"):
+            calls = re.findall(
+                r"(?:combine_chunks|concat_arrays|count_distinct)\(", file.read_text()
+            )
+            if calls:
+                found[file.relative_to(ROOT).as_posix()] = len(calls)
+    assert found == {file: count for file, (count, _) in COMBINED.items()}
+
+
 def prepare_files(folder: Path, files: dict[str, list[str]], split: str = "train") -> list[str]:
     """The notes."""
 

@@ -229,7 +229,8 @@ def test_a_chain_of_ten_thousand_answers_is_no_circle_and_is_built_one_row_group
     table = examples.rows(np.arange(9_999)[::-1])
     assert [len(chunk) for chunk in table["context"].chunks] == [2048] * 4 + [1807]
     assert table["example_id"].to_pylist() == [f"th/{n}" for n in range(9_999, 0, -1)]
-    assert examples.bodies.type == pa.large_string()  # of a bucket, which may hold more than 2 GiB
+    # Of a bucket, which may hold more than 2 GiB; samples of rejected comments are rows of the table.
+    assert examples.bodies.type == examples.comments["body"].type == pa.large_string()
     assert table.schema.field("response").type == pa.string()
 
 

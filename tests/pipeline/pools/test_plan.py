@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 from pipeline import storage
 from pipeline.config import from_dict, to_dict
+from pipeline.corpora.raw import Reading
 from pipeline.engine import executors
-from pipeline.engine.draft import Draft
+from pipeline.engine.draft import Draft, draft
 from pipeline.pools import candidates, plan, verdicts
 from pipeline.pools.candidates import content_hash
 from pipeline.pools.changes import Changes
+from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.plan import Plan
 from pipeline.pools.shard import ROWS
 from pipeline.pools.verdicts import NEW, PlanInput, TextQuery
 
-from .conftest import stage_rows, write_version_before
+from .conftest import PRIVACY, stage_rows, write_version_before
 
 ORIGINAL = content_hash
 Rows = list[tuple[str, str]]
@@ -208,6 +210,18 @@ def test_long_texts_make_shards_of_fewer_rows(make, monkeypatch):
     assert kept == rows
     counts = [sum(end - start for _, start, end in slices) for slices in made.shards.values()]
     assert counts == [3, 1, 2, 1]
+
+
+def test_known_contexts_count_in_the_bytes_of_a_shard(tmp_path):
+    """Else 16,384 answers with 128 kB of questions each were a shard of over 2 GiB, which Arrow refuses."""
+    out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
+    rows = [{"text": "yes", "question": "is it?"}, {"text": "no", "question": "was it so?"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = candidates.CandidateTable(("", "text"), EmbedConfig(), 1000, "question")
+    pieces = [(str(tmp_path / "rows.jsonl"), None)]
+    record = candidates._stage_pieces(out, "file-00000", pieces, table, Reading(), PRIVACY)
+    sizes = candidates.read_keys(out, record.parts[0][0])[:, candidates.BYTES]
+    assert sizes.tolist() == [len('yes[["is it?"]]'), len('no[["was it so?"]]')]
 
 
 @pytest.mark.slow
