@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 17  # numbers that are rounded together, which stay in a core's 
 def to_int8(rows_NI: Tensor, most: int = _INT8) -> tuple[Tensor, Tensor]:
     """(levels int8, scale of each row [N, 1] float32), the largest number of a row at level ±`most`"""
     levels_NI = torch.empty_like(rows_NI, dtype=torch.int8)
-    scale_N1 = torch.empty(len(rows_NI), 1, device=rows_NI.device)
+    scale_N1 = torch.empty(len(rows_NI), 1, dtype=torch.float32, device=rows_NI.device)
     step = max(1, _AT_ONCE // max(1, rows_NI.shape[1]))
     for start in range(0, len(rows_NI), step):
         part = slice(start, start + step)

@@ -80,3 +80,15 @@ def test_a_gpu_is_refused_before_any_task_starts():
     assert precision_of_tasks("int8", gpu=False) == "int8"
     with pytest.raises(BadInput, match="precision: 'int8' is not allowed"):
         precision_of_tasks("int8", gpu=True)
+
+
+def test_levels_and_scales_are_the_same_where_a_program_has_another_default_type():
+    rows_NI = torch.randn(4, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    wanted = int8.to_int8(rows_NI)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = int8.to_int8(rows_NI)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[1].dtype == torch.float32
+    assert all(map(torch.equal, found, wanted))
