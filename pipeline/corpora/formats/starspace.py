@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline import storage
-from pipeline.corpora import file_tasks, fixed_candidates, raw
+from pipeline.config import BadInput
+from pipeline.corpora import file_kinds, file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
@@ -29,6 +30,7 @@ from pipeline.engine.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
 _BASE = "basedocs"
+_ALLOWED = "allowed: an article a line, its sentences between TABs, as StarSpace has it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,16 @@ def _base_articles(
 def _read_articles(
     uri: str, reading: raw.Reading, report: file_tasks.ParseReport
 ) -> Iterator[tuple[int, str, list[str]]]:
-    """(line, id, sentences) of each article of a file; an empty line is none."""
+    """(line, id, sentences) of each article of a file; an empty line is none.
+
+    Raises BadInput for tables and for ConvAI2's dialogues, whose lines would be articles, too."""
+    if file_kinds.named_table(raw.plain_name(uri)):
+        raise BadInput(f"{uri}: has the name of a table; {_ALLOWED}")
+    numbered = 0
     for number, line in raw.read_lines(uri, reading, report.notes):
+        numbered += number <= 2 and line.startswith(f"{number} ")
+        if numbered == 2:
+            raise BadInput(f"{uri}: its lines are numbered, as in ConvAI2; {_ALLOWED}")
         sentences = [text for part in line.split("\t") if (text := " ".join(part.split()))]
         if not sentences:
             continue

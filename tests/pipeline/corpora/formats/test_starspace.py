@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import BadInput
 from pipeline.corpora.formats import starspace
 from pipeline.corpora.raw import MAX_LINE_BYTES
 
@@ -78,3 +79,24 @@ def test_the_real_articles_are_all_read(real_data: Path):
         place = int(row["example_id"].split("/")[1])  # a sentence may stand twice in an article
         assert row["context"] == [left.pop(place)]
         assert row["response"] == " ".join(left)[:4000]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "faq.tsv",
+            "question\tanswer\nhow ?\tso\n",
+            "has the name of a table; allowed: an article",
+        ),
+        (
+            "train.txt",
+            "1 your persona: x\n2 hi ?\tfine .\n",
+            "its lines are numbered, as in ConvAI2;",
+        ),
+    ],
+)
+def test_tables_and_dialogues_are_refused(tmp_path, name, text, message):
+    """Their lines were articles of two sentences."""
+    with pytest.raises(BadInput, match=message):
+        parse_file(starspace, tmp_path / name, text)
