@@ -176,6 +176,8 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             _, refusal = _judge_changes(config, changes, out.rows("rows/"), previous)
             if refusal:
                 raise Stopped(refusal)
+        made = out.manifest["created_at"][:16]
+        _say(config, f"{job.version}, made {made} UTC, has these texts already")
         _publish(config, job.version, current)
         return out, True
     tracking.connect()  # refuses a server that is away before the work

@@ -86,7 +86,9 @@ def test_a_pinned_pool_gets_new_versions_and_keeps_current(embed, pools, move, t
     assert current_name(str(folder), "replies") == third != newer
     assert not move("--unpin").summary["pool"]["pinned"]
     assert current_name(str(folder), "replies") == third
+    capfd.readouterr()
     assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
+    assert f"{newer}, made 2" in capfd.readouterr().out  # CURRENT may go to a version of weeks ago
 
 
 def test_a_pool_goes_back_while_a_night_is_building(move, pools):
