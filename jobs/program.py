@@ -102,7 +102,9 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted; the same command resumes"
     if isinstance(error, SystemExit):
-        return (SIGTERM, "terminated; the same command resumes") if error.code == SIGTERM else None
+        # The handler of Ray, which has its own while it starts, exits with the signal's number.
+        is_sigterm = error.code in (SIGTERM, signal.SIGTERM)
+        return (SIGTERM, "terminated; the same command resumes") if is_sigterm else None
     if not isinstance(error, BadInput | Stopped):  # of a task, or a worker
         error = cause_of(error, BadInput) or cause_of(error, Stopped) or error
     if isinstance(error, BadInput):

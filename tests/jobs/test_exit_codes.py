@@ -196,6 +196,17 @@ def test_sigterm_is_one_line_and_the_ray_of_a_training_lives_on(monkeypatch, cap
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_sigterm_while_ray_starts_is_one_line(monkeypatch, capfd):
+    def run(config):
+        sys.exit(signal.SIGTERM)  # as Ray's handler does
+
+    monkeypatch.setattr(sys, "argv", ["inspect"])
+    with pytest.raises(SystemExit) as ended:
+        program.main(Nothing, run, "inspect")
+    assert ended.value.code == TERMINATED
+    assert "terminated; the same command resumes" in capfd.readouterr().err
+
+
 def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_path):
     folder = tmp_path / "working_dir_files" / "_ray_pkg_1"
     for path, file in packages.files().items():
