@@ -61,11 +61,14 @@ class Need:
         return text if self.processes == 1 else f"{self.processes} processes with {text} each"
 
 
-def await_room(cpus: float, gpus: int = 0, processes: int = 1) -> None:
+def await_room(
+    cpus: float, gpus: int = 0, processes: int = 1, nodes_may_return: bool = False
+) -> None:
     """Returns once so many processes with these cores and GPUs fit on the cluster at the same time.
 
     Raises BadInput where no node that is up or can be started has that, and Stopped where the room is not
-    free after `--max-wait-minutes`.
+    free after `--max-wait-minutes`. `nodes_may_return`: a node that was lost may be back later, so only the
+    limit ends the wait.
     """
     if executors.current():
         return
@@ -76,7 +79,7 @@ def await_room(cpus: float, gpus: int = 0, processes: int = 1) -> None:
         raise BadInput(_refusal(need))
     group = placement_group([need.each] * processes)
     try:
-        _wait(group, need)
+        _wait(group, need, nodes_may_return)
     finally:
         remove_placement_group(group)
 
@@ -90,15 +93,17 @@ def await_node(cpus: float, gpus: int = 0) -> None:
         await_room(cpus, gpus)
 
 
-def _wait(group: Any, need: Need) -> None:
+def _wait(group: Any, need: Need, nodes_may_return: bool) -> None:
     if group.wait(_SILENT_S):
         return
     began = said_at = time.monotonic()
     limit_s = 60 * max_wait_minutes()
     said = ""
     while (waited_s := time.monotonic() - began) < limit_s:
-        if not need.fits_idle_nodes() and (
-            _is_refused(group) if may_grow() else waited_s > _GRACE_S
+        if (
+            not nodes_may_return
+            and not need.fits_idle_nodes()
+            and (_is_refused(group) if may_grow() else waited_s > _GRACE_S)
         ):
             raise BadInput(_refusal(need))
         state = _state(need)

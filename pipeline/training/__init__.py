@@ -10,7 +10,7 @@ teaching           scores and vectors of other rankers, added to a corpus
 pretraining        the recipe of an encoder: `pretraining_data` makes its batches
 tokenizer          learnt from corpora, which `tokenized_corpus` stores as ids
 loop, checkpoint   the steps, and what a resumed run needs
-launch             the workers; `restarts` after their deaths, and `termination` before
+launch             the workers, restarts after their deaths, and `termination` before
 interface          the network over which workers on CPUs talk
 estimate           --dry-run
 """

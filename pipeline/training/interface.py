@@ -1,6 +1,7 @@
 """The network over which the workers of a training on CPUs talk to each other.
 
-Apart from launch.py as `restarts` is: Ray Train's controller imports this module.
+Apart from launch.py, which loads the networks' libraries: Ray Train's controller imports this module, in a
+process of its own that trains nothing, and starts 4 seconds of CPU sooner without them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import peak_flops
 from pipeline.models.precision import Trained as TrainedPrecision
 from pipeline.storage import node_cache
-from pipeline.storage.failures import cause_of
+from pipeline.storage.failures import DETERMINISTIC, cause_of
 from pipeline.training.checkpoint import (
     Cursor,
     Saved,
@@ -58,7 +58,6 @@ from pipeline.training.checkpoint import (
 )
 from pipeline.training.interface import OverRaysNetwork
 from pipeline.training.loop import Listener, Progress, Selection, Task, agree_on_precision, train
-from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 from pipeline.training.termination import on_sigterm
 
@@ -145,16 +144,18 @@ def fit(
     Checkpoints lie in the draft, so the same job, started again, continues from the last one.
 
     Raises Terminated after SIGTERM. If Ray lives on, the step that was under way is saved. If a worker gets
-    SIGTERM, or Ray drains its node, others continue from that step.
+    SIGTERM, or Ray drains its node, others continue from that step. If a worker fails, others continue from
+    the last checkpoint, when there is room for them.
     """
     fit_once = _fit_in_this_process if executors.current() else _fit_on_cluster
     terminated = threading.Event()
+    least, restarts, is_lost = workers.min_workers or workers.workers, 0, False
     with _progress(label, steps, run, watch) as show:
         while True:
             threads = torch.get_num_threads()
             if not executors.current():
                 threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-                await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
+                await_room(threads, int(workers.gpu), least, nodes_may_return=is_lost)
             attempt = f"training_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
             checkpoint = last_checkpoint(draft.path(_CHECKPOINTS))
             start = storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
@@ -166,7 +167,13 @@ def fit(
                     # A Ray that this job has joined may get SIGTERM, too.
                     reason = "terminated, and Ray with it; the same command resumes at the last checkpoint"
                     raise Terminated(reason) from None
-                raise
+                restarts = _restarts_after(error, restarts, workers.max_restarts)
+                is_lost = True
+                goes_on = (
+                    f"the training goes on from its last checkpoint when {least} workers have room"
+                )
+                print(f"a worker, or its node, has failed; {goes_on} (`ray status`)", flush=True)
+                continue
             if trained.finished:
                 return trained
             saved = f"step {trained.metrics['step']:.0f} is saved"
@@ -175,6 +182,28 @@ def fit(
             print(
                 f"a worker, or its node, is going; {saved}, and others go on from there", flush=True
             )
+
+
+def _restarts_after(error: Exception, restarts: int, most: int) -> int:
+    """The restarts of a run, this failure's among them. A node that is taken away with notice costs none.
+
+    Raises the error, or what a person should know of it, where the same code would make it again, or after
+    `most` restarts. Ray Train itself restarts nothing: with `min_workers` it would wait for ever.
+    """
+    is_of_workers = isinstance(error, ray.train.WorkerGroupError | ray.train.PreemptionError)
+    if not is_of_workers or cause_of(error, *DETERMINISTIC):
+        raise error
+    death = cause_of(error, RayActorError)
+    if isinstance(error, ray.train.PreemptionError) or (death and death.preempted):
+        return restarts
+    if restarts < most:
+        return restarts + 1
+    if not death:
+        raise error
+    raise Stopped(
+        f"a worker died, after {most} restarts (resources.max_restarts); where its node's memory was full, "
+        "give it less at a time; the same command resumes at the last checkpoint"
+    )
 
 
 def _fit_on_cluster(spec: WorkerSpec, show: Show, terminated: threading.Event) -> Trained:
@@ -199,10 +228,6 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     workers, draft = spec.workers, spec.draft
     resources = {"CPU": spec.threads, **({"GPU": 1} if workers.gpu else {})}
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
-    failed = (
-        "a worker, or its node, has failed; the training goes on from its last checkpoint when "
-        f"{workers.min_workers or workers.workers} workers have room (`ray status`)"
-    )
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, spec, messages, driver_terminated),
         torch_config=OverRaysNetwork(),
@@ -213,14 +238,13 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
             name=spec.attempt,
             storage_path=draft.path(_CHECKPOINTS),
             failure_config=ray.train.FailureConfig(
-                max_failures=workers.max_restarts,
+                max_preemption_failures=0,  # `fit` restarts workers
                 # Of its waits for room, which take a minute each. By default it waits for ever.
                 controller_failure_limit=math.ceil(max_wait_minutes()),
             ),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=spec.recipe.loop.keep_checkpoints
             ),
-            callbacks=[RetryMachinesOnly(messages, failed)],
         ),
     )
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -231,10 +255,6 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     except Exception as error:
         if failure := cause_of(error, BadInput, Stopped):
             raise failure from None
-        if isinstance(error, ray.train.WorkerGroupError) and cause_of(error, RayActorError):
-            raise Stopped(f"a worker died, after {workers.max_restarts} restarts (resources.max_restarts); "
-                          "where its node's memory was full, give it less at a time; the same command "
-                          "resumes at the last checkpoint") from None  # fmt: skip
         if type(getattr(error, "controller_failure", None)).__name__ == _NO_ROOM:
             raise Stopped(f"a worker failed, and within {max_wait_minutes():g} minutes there was no room for "
                           "another one; the same command resumes at the last checkpoint, and "

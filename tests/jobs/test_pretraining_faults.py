@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import mlflow
 import numpy as np
@@ -31,7 +30,7 @@ from safetensors.torch import load_file
 
 from jobs import pretrain
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, parse
+from pipeline.config import BadInput, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine import executors
 from pipeline.engine.draft import draft
@@ -43,7 +42,6 @@ from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import estimate
 from pipeline.training.checkpoint import read_saved
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.restarts import RetryMachinesOnly
 from tests.helpers import INTERRUPTED, TERMINATED, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
@@ -417,18 +415,6 @@ def line_of(finished) -> str:
     assert len(lines) == 1, finished.stderr
     assert "Traceback" not in finished.stderr
     return lines[0]
-
-
-@pytest.mark.parametrize("error", [BadInput("a setting"), Stopped("no numbers")])
-def test_what_the_same_code_would_do_again_ends_a_run(error):
-    """Ray Train asks after a worker's failure; it restarts workers where nothing is raised."""
-    messages, failed = Mock(), RuntimeError("a task failed")
-    policy = RetryMachinesOnly(messages, "goes on")
-    policy.after_exception(None, {0: OSError("a broken pipe"), 1: RuntimeError("a lost node")})
-    messages.actor.put_nowait.remote.assert_called_once_with(("goes on",))
-    failed.__cause__ = error
-    with pytest.raises(type(error)):
-        policy.after_exception(None, {0: RuntimeError("of the other's end"), 1: failed})
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from pipeline.config import MAX_WAIT_VARIABLE, Stopped
+from pipeline.config import MAX_WAIT_VARIABLE, BadInput, Stopped
 from pipeline.engine import waiting
 from pipeline.engine.resources import best_device
 
@@ -37,6 +37,23 @@ def test_a_task_has_the_gpus_that_it_asked_for(local_ray):
 def test_without_gpus_it_is_the_cpu():
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         assert best_device().type == "cpu"
+
+
+def test_a_node_that_was_lost_may_return(monkeypatch, capsys):
+    """A cluster that starts no nodes is waited for, as one of them may be starting anew."""
+    monkeypatch.setattr(waiting.Need, "fits_idle_nodes", lambda need: False)
+    monkeypatch.setattr(waiting, "_GRACE_S", -1)
+    for name, value in {"may_grow": False, "_refusal": "refused", "_state": "no node"}.items():
+        monkeypatch.setattr(waiting, name, lambda *_, value=value: value)
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "0.0001")
+    group = mock.Mock(wait=mock.Mock(return_value=False))
+    with pytest.raises(BadInput, match="refused"):
+        waiting._wait(group, waiting.Need(1), nodes_may_return=False)
+    with pytest.raises(
+        Stopped, match=r"waited 0\.0001 minutes for 1 CPU: no node; the same command"
+    ):
+        waiting._wait(group, waiting.Need(1), nodes_may_return=True)
+    assert capsys.readouterr().err == "waits for 1 CPU: no node\n"
 
 
 @pytest.mark.long  # 22 s on two slow cores

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import ray.train.torch
 import torch
+from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from pipeline.config import MAX_WAIT_VARIABLE, Stopped, Terminated
+from pipeline.config import MAX_WAIT_VARIABLE, BadInput, Stopped, Terminated
 from pipeline.engine import executors
 from pipeline.training import launch
 from pipeline.training.launch import Pace, _Rank, fit
@@ -63,6 +64,66 @@ def test_a_wait_for_room_in_place_of_a_lost_node_ends(monkeypatch, tmp_path):
     with pytest.raises(Stopped, match=r"within 2\.5 minutes there was no room for another one"):
         launch._fit_workers(spec, None, None)
     assert limits == [3]
+
+
+def lost(*causes: Exception) -> ray.train.WorkerGroupError:
+    """A failure of workers, as Ray Train raises it."""
+    return ray.train.WorkerGroupError("workers failed", dict(enumerate(causes)))
+
+
+@pytest.fixture
+def fit_after(monkeypatch, tmp_path):
+    """`fit_after([error, …], **workers)`: a training of two workers, whose first attempts fail so.
+
+    Returns how often it waited for room, and whether for nodes that may return.
+    """
+
+    def run(failures: list[Exception], **options: int) -> list[tuple[int, bool]]:
+        waits = list[tuple[int, bool]]()
+
+        def attempt(*_: object) -> launch.Trained:
+            if failures:
+                raise failures.pop(0)
+            return launch.Trained({}, "", "fp32", True)
+
+        def await_room(threads, gpus, least, nodes_may_return):
+            waits.append((least, nodes_may_return))
+
+        for name, replacement in {"_fit_on_cluster": attempt, "await_room": await_room,
+                                  "cpus_each": lambda *_: 1}.items():  # fmt: skip
+            monkeypatch.setattr(launch, name, replacement)
+        draft = SimpleNamespace(path=lambda *parts: str(tmp_path.joinpath(*parts)))
+        workers = Workers(**{"workers": 2, "min_workers": 1, "max_restarts": 1, **options})
+        fit(SimpleNamespace(), 1, workers, draft, SimpleNamespace(log=print), "training")
+        return waits
+
+    return run
+
+
+def test_a_training_that_lost_workers_waits_for_room_as_at_its_start(fit_after, capsys):
+    """With a word, and an end. Ray Train would wait for the least number of workers in silence, for ever."""
+    drained = RayActorError(preempted=True)
+    assert fit_after([lost(RayActorError()), lost(drained)]) == [(1, False), (1, True), (1, True)]
+    line = "a worker, or its node, has failed; the training goes on from its last checkpoint when 1 workers"
+    assert capsys.readouterr().out.count(line) == 2
+
+
+@pytest.mark.parametrize("error", [BadInput("a setting"), Stopped("no numbers"), TypeError("code")])
+def test_what_the_same_code_would_do_again_ends_a_run(fit_after, error):
+    failed = RuntimeError("a task failed")
+    failed.__cause__ = error
+    with pytest.raises(ray.train.WorkerGroupError):
+        fit_after([lost(RuntimeError("of the other's end"), failed)])
+
+
+def test_workers_that_fail_too_often_end_a_run(fit_after):
+    with pytest.raises(
+        Stopped, match=r"^a worker died, after 1 restarts \(resources.max_restarts\); "
+    ):
+        fit_after([lost(RayActorError()), lost(RayActorError())])
+    full = lost(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(ray.train.WorkerGroupError):
+        fit_after([full], max_restarts=0)
 
 
 def test_checkpoints_that_are_not_uploaded_leave_no_files_behind(tmp_path, monkeypatch):
