@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import cost, storage
+from pipeline import cost, progress, storage
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput, identity_with
 from pipeline.corpora import published_counts, raw, reddit
@@ -33,6 +33,7 @@ from pipeline.engine.draft import Draft, draft
 from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.options.unread import read_when
 from pipeline.storage import fingerprints
+from pipeline.storage.prefetch import map_prefetched
 
 
 def _for(format_name: str) -> Mapping[str, Any]:
@@ -205,7 +206,14 @@ def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -
 
 
 def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
-    sizes = [storage.size_of(file) for file in files]
+    asked: Iterator[int] = map(storage.size_of, files)
+    if not storage.is_local(files[0]):  # each takes a request
+        asked = map_prefetched(storage.size_of, files)
+    sizes = list[int]()
+    with progress.bar("sizes of the input", len(files), unit="file") as bar:
+        for size in asked:
+            sizes.append(size)
+            bar.update()
     if config.format == "reddit":
         ratio, comment_bytes = raw.expansion(files[0])
         return reddit.estimate(sizes, comment_bytes, ratio, config.reddit)

@@ -17,6 +17,7 @@ import io
 import os
 import posixpath
 import re
+import stat
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -235,15 +236,15 @@ def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
             continue
         visited.add(place)
         folders.sort()
-        for path in (Path(folder, name) for name in names):
+        for path in (f"{folder}/{name}" for name in names):  # Path would take three times as long
             try:
-                size = path.stat().st_size
+                info = os.stat(path)  # noqa: PTH116
             except OSError as error:  # a link may lead nowhere, and a file may be removed meanwhile
                 if error.errno not in _LEADS_NOWHERE:
                     raise
             else:
-                if path.is_file():
-                    yield path.relative_to(root).as_posix(), size
+                if stat.S_ISREG(info.st_mode):
+                    yield path.removeprefix(root).lstrip("/"), info.st_size
 
 
 def _infos_below(uri: str, recursive: bool = False) -> tuple[str, list[pafs.FileInfo]]:
@@ -302,15 +303,25 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
         if kind == pafs.FileType.Unknown:
             raise BadInput(f"--{option} {uri}: a pipe or a device; allowed: a file or a folder")
         # By their paths, because names of files have no percent escapes.
-        uri_files = [uri] if kind == pafs.FileType.File else list_files(absolute(uri))
+        folder_or_file = absolute(uri)
+        is_file = kind == pafs.FileType.File
+        uri_files = [folder_or_file] if is_file else list_files(folder_or_file)
         if not uri_files:
             raise BadInput(f"--{option} {uri}: the folder holds no files")
-        files += map(absolute, uri_files)
+        files += uri_files
     if not files:
         raise BadInput(f"--{option}: no file is named")
+    real_folder = functools.cache(os.path.realpath)  # which takes 20 µs
     uri_of_file = dict[str, str]()
     for uri in files:
-        uri_of_file.setdefault(os.path.realpath(uri) if is_local(uri) else uri, uri)
+        if not is_local(uri):
+            real = uri
+        elif os.path.islink(uri):  # noqa: PTH114
+            real = os.path.realpath(uri)
+        else:
+            folder, name = posixpath.split(uri)
+            real = posixpath.join(real_folder(folder), name)
+        uri_of_file.setdefault(real, uri)
     return list(uri_of_file.values())
 
 

@@ -18,7 +18,7 @@ from jobs import (
     tokenize_corpus,
     train_tokenizer,
 )
-from pipeline import cost
+from pipeline import cost, progress
 from pipeline.corpora import raw, reddit
 from pipeline.evaluation import estimate as evaluation_estimate
 from pipeline.models.settings import ranker_config
@@ -52,6 +52,16 @@ def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
     assert guess["cpu_hours"] == pytest.approx(guess["rows"] / 71_000 / 3600)
     text = capsys.readouterr().out
     assert "prepare_corpus: nothing is written" in text and "core hours" in text
+
+
+def test_a_look_at_many_files_is_shown(sample_files, nowhere, monkeypatch, capsys):
+    """In an object store each file takes a request, and 100,000 of them take minutes."""
+    monkeypatch.setenv(progress.VARIABLE, "json")
+    raw_files = (str(sample_files / "convai2"),)
+    prepare_corpus.run(
+        prepare_corpus.Config(format="convai2", input=raw_files, output=nowhere, dry_run=True)
+    )
+    assert '"stage": "sizes of the input"' in capsys.readouterr().err
 
 
 def test_ten_times_the_dumps_are_ten_times_the_hours():
