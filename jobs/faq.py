@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import math
 import os
 import re
 import shlex
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,7 +76,7 @@ class Config:
     """Fine-tune the encoder. null: if the table has 100 rows or more, and 2 or more for each answer on
     average."""
     work: str = field(default="my", metadata=program.OUTPUT)
-    """Folder of all that is made, but for mlflow.db, the log of runs, which lies beside it."""
+    """Folder of all that is made, but for mlflow.db, the log of runs, in the current folder."""
     port: int = 8000
     """Port of the service."""
     encoding: str = "utf-8"
@@ -117,12 +121,17 @@ def run(config: Config) -> program.Summary:
     # Each step as a process would import torch anew, and most would start a Ray.
     is_small = sum(map(storage.size_of, files)) < _LARGE_BYTES and "RAY_ADDRESS" not in os.environ
     with executors.in_this_process() if is_small and not config.dry_run else nullcontext():
-        if _has_changed(config, files, table):
-            return _embed_changed(config, steps)
+        has_changed = _has_changed(config, files, table)
+        if has_changed or _is_served(config):
+            return _embed_table(config, steps, has_changed)
         print(reason, flush=True)
         cluster.require_visible_packages()
         cluster.require_free("127.0.0.1", config.port)
         model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
+        if not storage.exists(storage.join(config.work, model, MANIFEST)):
+            from pipeline.models.sources import open_encoder  # imports torch, for 4 s
+
+            open_encoder(config.encoder)
         if config.dry_run:
             return workflow.run(_steps_of(steps, model))
         evaluation = _evaluate(config.work, steps, model, split)
@@ -352,23 +361,43 @@ def _has_changed(config: Config, files: list[str], table: pairs.Options) -> bool
     return True
 
 
-def _embed_changed(config: Config, steps: workflow.Config) -> program.Summary:
-    """Embeds a changed table without training, and serves it unless a service runs, which follows."""
+def _embed_table(config: Config, steps: workflow.Config, has_changed: bool) -> program.Summary:
+    """Embeds a table without training, and serves it unless a service runs, which follows. Where the table is
+    again the one of the corpus, a running service may have another one."""
     model, anew = _served_model(config.work), f"to train anew: --work {config.work}-2"
-    changed = f"{config.table} has changed since {storage.join(config.work, 'corpus')} was made"
+    state = "has changed since" if has_changed else "is as it was when"
+    found = f"{config.table} {state} {storage.join(config.work, 'corpus')} was made"
     if not storage.exists(storage.join(config.work, model, MANIFEST)):
-        raise BadInput(f"{changed}, and there is no model yet; {anew}")
+        raise BadInput(f"{found}, and there is no model yet; {anew}")
     if config.train is not None:
-        raise BadInput(f"--train {str(config.train).lower()}: {changed}; {anew}")
-    print(f"{changed}: {config.work}/{model} embeds it, without training; {anew}", flush=True)
+        raise BadInput(f"--train {str(config.train).lower()}: {found}; {anew}")
+    print(f"{found}: {config.work}/{model} embeds it, without training; {anew}", flush=True)
     steps = replace(_steps_of(steps, model), start_at="pool")
+    is_served = _is_served(config)
+    if not is_served:
+        cluster.require_free("127.0.0.1", config.port)
     if config.dry_run:
         return workflow.run(steps)
-    if not cluster.is_open("127.0.0.1", config.port):
+    if not is_served:
         return _embed_and_serve(steps)
     done = workflow.run(replace(steps, skip=("serve",)))
-    print(f"a service of this folder at port {config.port} follows within seconds", flush=True)
+    print(f"the service at port {config.port} follows within seconds", flush=True)
     return done
+
+
+def _is_served(config: Config) -> bool:
+    """Whether a service of this folder's model is at the port. One that asks for a token is taken for it."""
+    uri = storage.join(config.work, _served_model(config.work))
+    if not storage.exists(storage.join(uri, MANIFEST)):
+        return False
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{config.port}/info", timeout=5) as answer:
+            served = json.load(answer)["model"]["fingerprint"]
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.UNAUTHORIZED
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return False  # nobody listens, or another program
+    return bool(served == open_artifact(uri, "ranker").fingerprint)
 
 
 def _served_model(work: str) -> str:

@@ -92,6 +92,8 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
         return source, artifact.reference()
     if _may_be_hub_id(uri):
         return _open_hub_model(uri, option, "config.json")
+    if storage.is_local(uri) and not storage.exists(uri):
+        raise BadInput(f"{option} {uri}: there is no such folder")
     if not storage.exists(storage.join(uri, "config.json")):
         is_ranker = storage.exists(storage.join(uri, SETTINGS))
         hint = f"; it is a ranker without {MANIFEST}: name a tower in it" if is_ranker else ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -120,8 +123,14 @@ def test_a_table_becomes_a_service_which_the_same_command_resumes(command, tmp_p
         output, _ = (process := command("--port", port)).communicate()
         assert process.returncode == 0
         assert "faq.csv has changed since my/corpus was made: my/ranker embeds it, wi" in output
-        assert f"a service of this folder at port {port} follows within seconds" in output
+        assert f"the service at port {port} follows within seconds" in output
         wait_until(lambda: "so" in {result["text"] for result in rank(port, "how ?")}, service)
+
+        (tmp_path / "faq.csv").write_text("Question,Answer\n" + TABLE)  # as at first
+        output, _ = (process := command("--port", port)).communicate()
+        assert process.returncode == 0
+        assert "faq.csv is as it was when my/corpus was made: my/ranker embeds it, wi" in output
+        wait_until(lambda: "so" not in {result["text"] for result in rank(port, "how ?")}, service)
 
 
 def test_a_changed_table_needs_a_model_and_the_folder_is_of_one_table(tmp_path, run_job_here):
@@ -360,6 +369,34 @@ def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path)
     assert f"--port {port}: in use" in said and not (tmp_path / "my").exists()
     said = run_job_here("faq", tmp_path / "faq.csv", "--port", 70_000).refusal
     assert "port: 70000 is not allowed; allowed: 1 to 65535" in said
+
+
+def test_an_encoder_that_is_not_there_is_refused_before_the_work(run_job_here, tmp_path):
+    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\nwhen ?,now\n")
+    options = ("--encoder", tmp_path / "none", "--work", tmp_path / "my", "--port", free_port())
+    said = run_job_here("faq", tmp_path / "faq.csv", *options).refusal
+    assert f"--encoder {tmp_path}/none: there is no such folder" in said
+    assert not (tmp_path / "my").exists()
+
+
+def test_a_changed_table_beside_another_program_at_the_port_is_refused(
+    run_job_here, tmp_path, tiny_ranker
+):
+    """It said that the service follows, and ended."""
+    table, work = tmp_path / "faq.csv", tmp_path / "my"
+    table.write_text("question,answer\nhow ?,so\nwhen ?,now\n")
+    shares = ("--pairs.shares", "1", "0", "0")
+    corpus = ("--format", "pairs", "--input", table, *shares, "--output", work / "corpus")
+    assert run_job_here("prepare_corpus", *corpus).code == 0
+    shutil.copytree(tiny_ranker("bi").uri, work / "ranker")
+    table.write_text("question,answer\nhow ?,so\nwhere ?,here\n")
+    other = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    with other:
+        port = other.server_port
+        said = run_job_here("faq", table, "--work", work, "--port", port).refusal
+        other.shutdown()
+    assert f"--port {port}: in use" in said and not (work / "pools").exists()
 
 
 def test_a_table_that_is_called_as_a_split_is_divided_all_the_same(run_job_here, tmp_path):
