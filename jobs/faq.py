@@ -128,12 +128,12 @@ def run(config: Config) -> program.Summary:
         cluster.require_visible_packages()
         cluster.require_free("127.0.0.1", config.port)
         model, split = ("ranker", _UNSEEN) if trains else ("untrained", "train")
+        if config.dry_run:
+            return workflow.run(_steps_of(steps, model))
         if not storage.exists(storage.join(config.work, model, MANIFEST)):
             from pipeline.models.sources import open_encoder  # imports torch, for 4 s
 
             open_encoder(config.encoder)
-        if config.dry_run:
-            return workflow.run(_steps_of(steps, model))
         evaluation = _evaluate(config.work, steps, model, split)
         best, comparison = _best_model(evaluation)
         if best != model:

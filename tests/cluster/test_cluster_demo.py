@@ -20,7 +20,7 @@ def test_only_what_runs_here_is_replaced_in_the_shipped_commands():
     from jobs.cluster_demo import _nightly_line
 
     command, environment = _nightly_line()
-    assert command.startswith("cd ") and "$(date +%Y%m%d)" in command
+    assert command.startswith("cd ") and "$(date +%Y%m%dT%H)" in command
     assert environment["RAY_AUTH_MODE"] == "token"
 
 

@@ -167,7 +167,7 @@ def test_what_is_no_model_is_refused(convert, convai2_corpus, tmp_path):
     def refusal(model):
         return convert(model, tmp_path / "out").refusal
 
-    assert "not a model directory" in refusal(tmp_path / "none")
+    assert "there is no such folder" in refusal(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "modules.json is missing" in refusal(tmp_path / "empty")
     (tmp_path / "empty" / "model.opt").write_text("not json")

@@ -54,6 +54,7 @@ def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("setting", ["meta", "autocast", "float64"])
 def test_the_programs_settings_of_torch_change_nothing(home: Path, architecture: str, setting: str):
