@@ -64,8 +64,19 @@ def bar(
     with tqdm(
         desc=label, total=total, initial=int(initial), unit=f" {unit}s" if is_scaled else unit,
         unit_scale=is_scaled, disable=hidden or mode() == "none", delay=_SILENT_SECONDS,
+        **_size(),
     ) as progress_bar:  # fmt: skip
         yield progress_bar
+
+
+def _size() -> dict[str, Any]:
+    """Of a terminal that says 0, as that of `script`, `docker run -t` or `ssh -tt` may: tqdm would show
+    nothing there. {}: as the terminal says."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # no terminal
+        return {}
+    return {} if columns else {"ncols": 100, "nrows": 20}
 
 
 class _Events:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +31,21 @@ def as_json(monkeypatch):
 def events(capsys) -> list[dict]:
     lines = capsys.readouterr().err.splitlines()
     return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_a_terminal_that_does_not_know_its_width_shows_bars():
+    """As that of `script` and of `docker run -t`: nothing was seen of a training of 18 minutes."""
+    shows = """if True:
+        from pipeline import progress
+        progress._SILENT_SECONDS = 0
+        with progress.bar("finetune", 2) as bar:
+            bar.update(2)
+    """
+    ours, terminal = pty.openpty()  # its width is 0
+    subprocess.run([sys.executable, "-c", shows], stderr=terminal, check=True)
+    os.close(terminal)
+    assert b"finetune: 100%" in os.read(ours, 10_000)
+    os.close(ours)
 
 
 def test_a_machine_hears_the_first_and_the_last_of_a_stage(as_json, capsys):
