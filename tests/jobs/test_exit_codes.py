@@ -182,7 +182,9 @@ def test_sigterm_is_one_line_and_the_ray_of_a_training_lives_on(monkeypatch, cap
         with cluster.session(outlives_sigterm=outlives):
             signal.raise_signal(signal.SIGTERM)
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # tests before it may have one
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster, "silence_ray", lambda: None)
     monkeypatch.setattr(sys, "argv", ["inspect"])
     with pytest.raises(SystemExit) as ended:
