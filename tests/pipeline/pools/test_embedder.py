@@ -286,3 +286,20 @@ def test_answers_to_canaries_are_the_best_of_the_shard_and_of_its_known_texts(
             best = sorted(zip(row.tolist(), texts, strict=True), reverse=True)[:4]
             assert [key for _, key in answers] == [content_hash(text)[:16] for _, text in best]
             np.testing.assert_allclose([s for s, _ in answers], [s for s, _ in best], rtol=0.02)
+
+
+def test_the_shard_that_was_begun_first_gets_the_model_next():
+    lock, order = embedder.FirstBegun(), list[int]()
+
+    def shard(number: int) -> None:
+        lock._thread.number = number  # as `begin` in this order
+        with lock:
+            order.append(number)
+
+    lock.begin()
+    with ThreadPoolExecutor(3) as pool, lock:
+        for number in (3, 1, 2):
+            pool.submit(shard, number)
+        while len(lock._waiting) < 3:
+            threading.Event().wait(0.001)
+    assert order == [1, 2, 3]
