@@ -71,6 +71,16 @@ class Page:
             raise BrowserError(details.get("exception", details).get("description", str(details)))
         return answer["result"].get("value")
 
+    def each(self, selector: str, of: str = "textContent") -> list[Any]:
+        """This property of each element."""
+        every = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        values: list[Any] = self.run(f"{every}.map((one) => one.{of})")
+        return values
+
+    def text(self, selector: str) -> str:
+        """Of the first such element."""
+        return str(self.each(selector)[0])
+
     def until(self, condition: str) -> None:
         """Waits for an expression to be true; the page looks at it again and again."""
         self.run(f"""new Promise((resolve, reject) => {{

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import http.client
 import json
 import time
@@ -25,12 +26,14 @@ from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import make_current
 from pipeline.pools.shard import ROWS
 from pipeline.ranking.results import Result
+from serve import app
 from serve.engine import Engine
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 from tests.helpers import computing_in_fp32
 
 from . import live
 
+INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
 REPLIES = {f"r{number:02d}": text for number, text in enumerate((
     "i am a nurse .", "it rains .", "we sold the boat last year", "hi !", "my dog likes snow",
     "tea , please", "the harbour froze in 1741", "no", "a long reply that is cut somewhere in it",
@@ -152,6 +155,22 @@ def asking() -> Iterator[Callable[..., Asking]]:
     for one in made:
         one.service.close()
         one.engine.close()
+
+
+def error_of(response: Any, status: int = 422) -> dict[str, Any]:
+    """The error of an answer, in the one shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"code", "message", "field"}
+    assert error["message"] and "\n" not in error["message"]
+    return error
+
+
+def hash_of(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 @contextmanager

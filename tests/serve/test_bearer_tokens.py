@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import pytest
 from pipeline.config import BadInput
 from serve.http.bearer_tokens import FILE, HASHES, BearerTokens
 
-
-def hash_of(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+from .conftest import hash_of
 
 
 def accepted(tokens: BearerTokens, *candidates: str) -> list[str]:

@@ -20,7 +20,7 @@ from serve.engine import Engine
 from serve.http import api
 from serve.service import Service
 
-from .conftest import run
+from .conftest import error_of, run
 
 TEXTS = ["please pay my bill", "hello there ? 3", "££ øø", "a text of nothing"]
 
@@ -121,16 +121,13 @@ def test_strange_texts_have_answers(client):
     ],
 )
 def test_requests_that_are_not_allowed(client, body, field):
-    answer = client.post("/classify", json=body)
-    assert answer.status_code == 422
-    assert answer.json()["error"]["field"] == field
+    assert error_of(client.post("/classify", json=body))["field"] == field
 
 
 def test_without_a_head_the_error_says_so(model, asking):
     client = TestClient(api.create_app(asking(model).service))
     answer = client.post("/classify", json={"texts": ["a"]})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "no_classifier"
+    assert error_of(answer, 404)["code"] == "no_classifier"
     assert client.get("/info").json()["classifier"] is None
 
 

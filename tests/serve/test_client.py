@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from serve.http.bearer_tokens import BearerTokens
 from serve.refusals import CODES, Refusal
 from tests.helpers import formula_scores
 
-from .conftest import REPLIES, Asking
+from .conftest import REPLIES, Asking, hash_of
 from .live import serving
 
 CONTEXT = ["hi , what do you do ?", "i paint"]
@@ -207,9 +206,7 @@ def test_a_refusal_says_what_is_wrong(url, waits):
 
 
 def test_the_token_is_sent(asked, engine):
-    tokens = BearerTokens([hashlib.sha256(b"open sesame").hexdigest()])
-    app = create_app(asked.service, tokens=tokens)
-    with serving(app) as url:
+    with serving(create_app(asked.service, tokens=BearerTokens([hash_of("open sesame")]))) as url:
         for token in ("open sesame", "open sesame\n"):  # as a file of one line has it
             assert ask(url, "info", client={"token": token}) == engine.info()
         error = error_of(lambda: ask(url, "info", client={"token": "barley"}))

@@ -5,9 +5,7 @@ The long form has 10,000 requests: pytest -m long tests/serve/test_openapi.py
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +19,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from serve import app
 from serve.http import api
 
-INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
+from .conftest import INTERFACE
+
 OPERATIONS = [
     (path, method) for path, methods in INTERFACE["paths"].items() for method in sorted(methods)
 ]

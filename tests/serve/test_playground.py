@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 import threading
@@ -29,7 +28,7 @@ from serve.http.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from . import browser as browsers
-from .conftest import Asking, ask, serving
+from .conftest import Asking, ask, error_of, hash_of, serving
 
 CONTEXT = ["hi , what do you do ?", "i paint"]
 TEXTS = ["tea", "i sail on the harbour", "no", "a nurse", "tea"]
@@ -65,9 +64,7 @@ def test_of_a_list_of_questions_each_is_explained_or_not(client):
 def test_a_cross_encoder_has_nothing_to_explain(tiny_ranker, asking):
     client = TestClient(api.create_app(asking(tiny_ranker("cross")).service))
     question = {"context": CONTEXT, "candidates": TEXTS, "explain": True}
-    response = client.post("/rank", json=question)
-    assert response.status_code == 422
-    error = response.json()["error"]
+    error = error_of(client.post("/rank", json=question))
     assert (error["code"], error["field"]) == ("invalid_request", "explain")
     assert client.post("/rank", json={**question, "explain": False}).status_code == 200
 
@@ -159,8 +156,7 @@ def test_the_page_and_its_files_are_served(client):
 
 @pytest.mark.parametrize("name", ["__init__.py", "nothing.js", "..%2Fapi.py", "screenshot.png"])
 def test_other_files_are_not_served(client, name):
-    response = client.get(f"/playground/{name}")
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    assert error_of(client.get(f"/playground/{name}"), 404)["code"] == "not_found"
 
 
 def test_pages_that_load_scripts_from_elsewhere_are_off(client):
@@ -252,12 +248,12 @@ def test_a_dialogue_is_ranked_as_it_is_typed(page, port):
     texts_are(page, texts_of(second))
     expected = [result["score"] for result in second["results"]]
     assert page.run(SCORES) == pytest.approx(expected, rel=1e-5)
-    said = page.run("document.querySelector('.status').textContent")
+    said = page.text(".status")
     assert said.startswith("exact search: no other text scores higher") and said.endswith("ms")
-    about = page.run("document.querySelector('.about').textContent")
+    about = page.text(".about")
     assert about.startswith(f"model ranker {second['model'][:8]} · pool replies v-1 · fp32 on ")
-    assert page.run("document.querySelector('.kind').textContent") == "poly-encoder"
-    assert page.run("document.querySelector('#speaker').textContent") == "B"
+    assert page.text(".kind") == "poly-encoder"
+    assert page.text("#speaker") == "B"
 
 
 def test_a_text_that_is_longer_than_the_model_reads_is_said_to_be_cut(page, port):
@@ -267,8 +263,7 @@ def test_a_text_that_is_longer_than_the_model_reads_is_said_to_be_cut(page, port
     most = ask(port, "GET", "/info")[1]["limits"]["max_context_tokens"]
     page.type(" and hello" * most)
     page.until("document.querySelector('.cut')")
-    said = page.run("document.querySelector('.cut').textContent")
-    assert said == f"reads {most} tokens; a longer text is cut"
+    assert page.text(".cut") == f"reads {most} tokens; a longer text is cut"
 
 
 def test_with_a_second_stage_the_page_promises_no_more_than_the_certificate(
@@ -280,7 +275,7 @@ def test_with_a_second_stage_the_page_promises_no_more_than_the_certificate(
         page = opened(tab, port)
         page.type("hi , what do you do ?")
         page.until("document.querySelector('.certified')")
-        said = page.run("document.querySelector('.certified').textContent")
+        said = page.text(".certified")
     assert said == "exact search: the second stage scored the exact best rows"
 
 
@@ -294,8 +289,7 @@ def test_turns_are_edited_and_deleted(page, port):
     texts_are(page, texts_of(ranked(port, context=["one", "two!", "three"], pool="replies")))
     page.click("#turns li:first-child button:last-child")
     texts_are(page, texts_of(ranked(port, context=["two!", "three"], pool="replies")))
-    speakers = "[...document.querySelectorAll('.speaker')].map((one) => one.textContent).join('')"
-    assert page.run(speakers) == "AB"
+    assert page.each(".speaker") == ["A", "B"]
 
 
 def test_a_result_shows_its_known_question(tab, faq):
@@ -303,10 +297,7 @@ def test_a_result_shows_its_known_question(tab, faq):
         page = opened(tab, port, "document.querySelector('#pool').value === 'faq'")
         page.type("i forgot my password")
         page.until(f"{RESULTS}.length === 3")
-        shown = page.run(
-            "Object.fromEntries([...document.querySelectorAll('.result')].map((one) =>"
-            "[one.querySelector('.text').textContent, one.querySelector('.known').textContent]))"
-        )
+        shown = dict(zip(page.each(".text"), page.each(".known"), strict=True))
         assert shown["In the settings."] == "Nearest known question: i forgot my password"
         assert shown["Nobody has asked this."] == ""
         assert page.complaints == []
@@ -332,12 +323,12 @@ def test_a_selected_result_shows_what_counts_for_it(page, port):
     assert page.run(HEAT) == len(explained["tokens"])
     weights = answer["results"][1]["weights"]
     combined = np.array(weights) @ np.array(explained["vectors"])
-    shown = page.run("[...document.querySelectorAll('.heat .token')].map((one) => one.title)")
+    shown = page.each(".heat .token", "title")
     percents = [float(title.rstrip("\N{NO-BREAK SPACE}%")) for title in shown]
     assert percents == pytest.approx(100 * combined, abs=0.51)
-    first = page.run("document.querySelector('.why tbody tr').textContent")
+    first = page.text(".why tbody tr")
     assert first.startswith(str(int(np.argmax(weights)) + 1))
-    assert page.run("document.querySelectorAll('.why tbody tr').length") == len(weights)
+    assert len(page.each(".why tbody tr")) == len(weights)
     # It stays, and follows what is typed.
     page.click("#draft")
     page.press("End")
@@ -361,7 +352,7 @@ def test_a_vector_that_takes_no_more_of_one_token_has_no_picture(
     monkeypatch.setattr(served.engine.ranker.dual, "config", settings, raising=False)
     with serving(api.create_app(served.service)) as port:
         page = opened(tab, port, "document.querySelector('.kind').textContent")
-        assert page.run("document.querySelector('.about').textContent").startswith("model ranker ")
+        assert page.text(".about").startswith("model ranker ")
         page.type("hello")
         page.click("#own")
         page.type("tea\ncoffee")
@@ -381,21 +372,16 @@ def test_every_token_of_the_heat_map_has_a_name(page):
     page.run(f"""import("/playground/heat.js").then(({{heatMap}}) =>
         document.querySelector("#answers").replaceChildren(
             ...heatMap({json.dumps(explanation)}, [0.5, 0.5])))""")
-    shown = page.run("[...document.querySelectorAll('.token')].map((one) => one.textContent)")
+    shown = page.each(".token")
     assert shown == ["[CLS]", "ja", "␣", "¿", "↵", "no", "[SEP]"]
-    text = page.run("document.querySelector('.heat').textContent")
-    assert text == "[CLS]ja␣ ¿↵\nno [SEP]"
+    assert page.text(".heat") == "[CLS]ja␣ ¿↵\nno [SEP]"
     space = "\N{NO-BREAK SPACE}%"
-    of_both = page.run("document.querySelectorAll('.token')[3].title")
-    assert of_both == f"25{space}"
-    titles = page.run("[...document.querySelectorAll('.strip span')].map((one) => one.title)")
-    assert titles[:7] == [
+    assert page.each(".token", "title")[3] == f"25{space}"
+    assert page.each(".strip span", "title")[:7] == [
         f"{name} {share}{space}"
         for name, share in zip(shown, ("10", "10", "10", "30", "30", "10", "0.0"), strict=True)
     ]
-    words = page.run("[...document.querySelectorAll('.words span, .seen > span:last-child')]"
-                     ".map((one) => one.textContent)")  # fmt: skip
-    assert words[0] == f"␣ 30{space}, ¿ 25{space}, ↵ 20{space}"
+    assert page.text(".words span") == f"␣ 30{space}, ¿ 25{space}, ↵ 20{space}"
 
 
 def test_a_result_becomes_the_next_turn(page, port):
@@ -478,8 +464,7 @@ def test_an_error_is_shown_in_one_line_with_its_code(page, port):
     page.run("document.querySelector('#pool option').value = 'gone'")
     page.type("hello")
     page.until("!document.querySelector('.problem').hidden")
-    said = page.run("document.querySelector('.problem').textContent")
-    assert said == "unknown_pool pool: not served here; there are: replies"
+    assert page.text(".problem") == "unknown_pool pool: not served here; there are: replies"
     height = page.run("document.querySelector('.problem').clientHeight")
     assert height < 2 * page.run("parseFloat(getComputedStyle(document.body).lineHeight)")
     page.screen(390, 844)  # a phone: in as many lines as it takes
@@ -570,12 +555,9 @@ def test_an_older_answer_never_replaces_a_newer_one(asked, tab):
 
 
 def test_a_token_is_asked_for_and_kept_in_the_tab_only(asked, tab):
-    app = api.create_app(
-        asked.service, tokens=BearerTokens([hashlib.sha256(TOKEN.encode()).hexdigest()])
-    )
-    with serving(app) as port:
+    with serving(api.create_app(asked.service, tokens=BearerTokens([hash_of(TOKEN)]))) as port:
         page = opened(tab, port, "document.querySelector('#services').open")
-        assert page.run("document.querySelector('.problem code').textContent") == "unauthorized"
+        assert page.text(".problem code") == "unauthorized"
         page.click("#token")
         page.type(TOKEN)
         page.press("Enter")
@@ -615,7 +597,7 @@ def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
     model = tiny_ranker("bi")
     other = asking(model, tiny_pool(model, "other"), tiny_pool(model))
     seen: list[str] = []
-    inner = api.create_app(other.service, tokens=BearerTokens([hashlib.sha256(TOKEN.encode()).hexdigest()]),
+    inner = api.create_app(other.service, tokens=BearerTokens([hash_of(TOKEN)]),
                            origins=[f"http://127.0.0.1:{port}"])  # fmt: skip
 
     async def listening(scope: Any, receive: Any, send: Any) -> None:
@@ -634,15 +616,13 @@ def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
         page.type(TOKEN)
         page.press("Enter")
         page.until(f"{RESULTS}.length === 20")
-        shown = page.run("[...document.querySelectorAll('.column')].map((one) =>"
-                         " [...one.querySelectorAll('.text')].map((text) => text.textContent))")  # fmt: skip
-        assert shown[0] == texts_of(ranked(port, context=["hello"], pool="replies"))
-        assert shown[1] == [one.text for one in other.rank_pool(["hello"], "replies", 10)]
-        tops = page.run("[...document.querySelectorAll('.column')].map((one) =>"
-                        " one.getBoundingClientRect().top)")  # fmt: skip
+        first, second = (page.each(f".column:nth-child({place}) .text") for place in (1, 2))
+        assert first == texts_of(ranked(port, context=["hello"], pool="replies"))
+        assert second == [one.text for one in other.rank_pool(["hello"], "replies", 10)]
+        tops = page.each(".column", "getBoundingClientRect().top")
         assert tops[0] == tops[1]
         # Each has the choice of its own pools, and follows the page's field to a pool of the same name.
-        assert page.run("document.querySelectorAll('#pool option').length") == 1
+        assert len(page.each("#pool option")) == 1
         pools = "document.querySelectorAll('.pools')"
         assert page.run(f"[{pools}[0].hidden, {pools}[1].hidden, {pools}[1].value]") == [
             True, False, "replies"
@@ -666,6 +646,6 @@ def test_a_service_that_does_not_answer_is_said(page):
     page.press("Enter")
     page.until("document.querySelectorAll('.column').length === 2")
     page.until("!document.querySelectorAll('.problem')[1].hidden")
-    assert page.run("document.querySelectorAll('.problem code')[0].textContent") == "unreachable"
+    assert page.text(".problem code") == "unreachable"
     assert page.run("document.querySelector('#pool').value") == "replies"
     page.complaints.clear()  # the browser's own words about it

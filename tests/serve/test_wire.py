@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,15 +20,14 @@ from fastapi.testclient import TestClient
 from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from serve import app
 from serve.http.api import create_app
 from serve.http.guard import MODEL
 from serve.service import Service, Work
 from tests.helpers import formula_scores
 
+from .conftest import INTERFACE, error_of
 from .live import serving
 
-INTERFACE = json.loads(Path(app.__file__).with_name("openapi.json").read_text())
 NAME = "our-team/dialogue"
 QUERY = "hi , what do you do ?"
 TEXTS = ["i sail on the harbour", "tea", "no", "a nurse", "i sail on the harbour", "x" * 200]
@@ -46,8 +46,16 @@ class Live(NamedTuple):
         headers = {"content-type": "application/json"}
         return self.http.post(path, content=json.dumps(body), headers=headers)
 
-    def scores(self, query: str, texts: list[str]) -> np.ndarray:
-        return np.array(formula_scores(self.ranker, [query], texts))
+    @property
+    def scores(self) -> np.ndarray:
+        """Of TEXTS for QUERY."""
+        return np.array(formula_scores(self.ranker, [QUERY], TEXTS))
+
+    @property
+    def ranking(self) -> tuple[list[int], np.ndarray]:
+        """The places of TEXTS, best first, and their scores in this order."""
+        order = np.argsort(-self.scores, kind="stable")
+        return order.tolist(), self.scores[order]
 
     def vectors(self, texts: list[str]) -> np.ndarray:
         """Of candidates, one at a time; as long as they are."""
@@ -125,15 +133,6 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def refusal(response: httpx2.Response, status: int = 422) -> dict[str, Any]:
-    """The error of an answer in the one shape."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"code", "message", "field"}
-    assert "\n" not in error["message"] and "<" not in error["message"]
-    return error
-
-
 def documented(path: str) -> jsonschema.Draft202012Validator:
     """What openapi.json says of the body that a route takes."""
     body = INTERFACE["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -146,13 +145,12 @@ def documented(path: str) -> jsonschema.Draft202012Validator:
 @pytest.mark.parametrize("version", [1, 2])
 def test_coheres_client_reranks(live, cohere_of, version):
     one = live("poly")
-    scores = one.scores(QUERY, TEXTS)
+    order, scores = one.ranking
     client = cohere_of(one, version)
     answer = client.rerank(model=NAME, query=QUERY, documents=TEXTS, top_n=3)
-    order = np.argsort(-scores, kind="stable")[:3]
-    assert [result.index for result in answer.results] == order.tolist()
+    assert [result.index for result in answer.results] == order[:3]
     found = [result.relevance_score for result in answer.results]
-    assert found == pytest.approx(sigmoid(scores[order]), **NEAR)
+    assert found == pytest.approx(sigmoid(scores[:3]), **NEAR)
     assert answer.meta.api_version.version == str(version)
     assert answer.id
     whole = client.rerank(model=NAME, query=QUERY, documents=TEXTS)
@@ -181,13 +179,15 @@ def test_jinas_format(live, path):
     one = live("cross")
     body = {"model": NAME, "query": QUERY, "documents": TEXTS, "top_n": 2}
     answer = one.post(path, {**body, "return_documents": True}).json()
-    scores = one.scores(QUERY, TEXTS)
-    order = np.argsort(-scores, kind="stable")[:2].tolist()
-    assert [result["index"] for result in answer["results"]] == order
-    assert [r["relevance_score"] for r in answer["results"]] == pytest.approx(
-        sigmoid(scores[order]), **NEAR
-    )
-    assert [r["document"] for r in answer["results"]] == [{"text": TEXTS[p]} for p in order]
+    order, scores = one.ranking
+    assert answer["results"] == [
+        {
+            "index": place,
+            "relevance_score": pytest.approx(score, **NEAR),
+            "document": {"text": TEXTS[place]},
+        }
+        for place, score in zip(order[:2], sigmoid(scores), strict=False)
+    ]
     assert answer["model"] == one.artifact.fingerprint
     without = one.post(path, body).json()
     assert "document" not in without["results"][0] and "data" not in without
@@ -196,13 +196,12 @@ def test_jinas_format(live, path):
 def test_voyages_format(live):
     """Its client reads `data`, and always sends both fields."""
     one, body = live("bi"), {"query": QUERY, "documents": TEXTS, "top_k": None, "truncation": True}
-    scores = one.scores(QUERY, TEXTS)
-    order = np.argsort(-scores, kind="stable").tolist()
+    order, scores = one.ranking
     data = one.post("/v1/rerank", body).json()["data"]
-    assert [(row["index"], set(row)) for row in data] == [
-        (p, {"index", "relevance_score"}) for p in order
+    assert data == [
+        {"index": place, "relevance_score": pytest.approx(score, **NEAR)}
+        for place, score in zip(order, sigmoid(scores), strict=True)
     ]
-    assert [row["relevance_score"] for row in data] == pytest.approx(sigmoid(scores[order]), **NEAR)
     two = one.post("/v1/rerank", {**body, "top_k": 2, "return_documents": True}).json()["data"]
     assert [row["document"] for row in two] == [TEXTS[place] for place in order[:2]]
 
@@ -221,15 +220,15 @@ def test_tokens_are_those_that_the_model_reads(live, architecture):
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
 def test_teis_format(live, architecture):
     one = live(architecture)
-    scores = one.scores(QUERY, TEXTS)
-    order = np.argsort(-scores, kind="stable")
+    order, scores = one.ranking
     body = {"query": QUERY, "texts": TEXTS, "truncate": True, "truncation_direction": "Right"}
     answer = one.post("/rerank", body).json()
-    assert [set(result) for result in answer] == [{"index", "score"}] * len(TEXTS)
-    assert [result["index"] for result in answer] == order.tolist()
-    assert [result["score"] for result in answer] == pytest.approx(sigmoid(scores[order]), **NEAR)
+    assert answer == [
+        {"index": place, "score": pytest.approx(score, **NEAR)}
+        for place, score in zip(order, sigmoid(scores), strict=True)
+    ]
     raw = one.post("/rerank", {**body, "raw_scores": True, "return_text": True}).json()
-    assert [result["score"] for result in raw] == pytest.approx(scores[order], **NEAR)
+    assert [result["score"] for result in raw] == pytest.approx(scores, **NEAR)
     assert [result["text"] for result in raw] == [TEXTS[place] for place in order]
 
 
@@ -248,7 +247,7 @@ def test_a_text_that_may_not_be_truncated_is_refused_if_it_is_longer(live, path,
     """The model reads 46 bytes of a context and 30 of a candidate. Clients send `truncate: false`, which was
     refused for any text."""
     one = live("bi")
-    error = refusal(one.post(path, body))
+    error = error_of(one.post(path, body))
     assert (error["code"], error["field"]) == ("invalid_request", field)
     assert "may not be truncated" in error["message"]
     fits = json.loads(json.dumps(body).replace('"x', '"'))  # one byte less
@@ -316,7 +315,7 @@ def test_contexts_are_embedded_where_they_have_one_vector(live):
     found = one.post("/embed", asked).json()
     assert np.allclose(found, vectors[:, 0].numpy(), atol=1e-4)
     assert not np.allclose(found, one.vectors(TEXTS), atol=1e-2)
-    error = refusal(live("poly").post("/embed", asked))
+    error = error_of(live("poly").post("/embed", asked))
     assert (error["code"], error["field"]) == ("invalid_request", "prompt_name")
     assert "3 vectors" in error["message"]
 
@@ -335,7 +334,7 @@ def test_a_query_is_embedded_as_a_context(live, path):
         assert np.allclose(found, unit(expected), atol=1e-4), kind
     expected = one.post(path, {texts: TEXTS, "input_type": "query"}).json()
     assert one.post(path, {texts: TEXTS, "task": "retrieval.query"}).json() == expected  # Jina's
-    error = refusal(live("poly").post(path, {texts: TEXTS, "input_type": "query"}))
+    error = error_of(live("poly").post(path, {texts: TEXTS, "input_type": "query"}))
     assert (error["code"], error["field"]) == ("invalid_request", "input_type")
     assert error["message"].startswith("input_type: 'query' is not allowed, as contexts of this ")
     assert error["message"].endswith("model have 3 vectors each; allowed: document")
@@ -428,12 +427,8 @@ def test_other_clients_cut_vectors_and_results_by_names_of_their_own(live):
 def test_openais_client_lists_the_model(live, openai_of):
     one = live("cross")
     model, named = openai_of(one).models.list().data
-    assert named.id == NAME
-    assert (model.id, model.object, model.owned_by) == (
-        one.artifact.fingerprint,
-        "model",
-        "polyrank",
-    )
+    assert (model.id, named.id) == (one.artifact.fingerprint, NAME)
+    assert (model.object, model.owned_by) == ("model", "polyrank")
     assert model.created > 1_700_000_000
 
 
@@ -449,7 +444,7 @@ def test_openais_client_gets_the_model_and_no_other(live, openai, openai_of):
 
 def test_the_list_of_models_with_a_slash_behind_it_is_named(live):
     """It was a model that is not served."""
-    error = refusal(live("bi").http.get("/v1/models/"), 404)
+    error = error_of(live("bi").http.get("/v1/models/"), 404)
     assert (error["code"], error["field"]) == ("not_found", None)
     assert error["message"].endswith("There is /v1/models")
 
@@ -465,9 +460,7 @@ def test_the_list_of_models_with_a_slash_behind_it_is_named(live):
 def test_a_model_that_is_not_served_is_refused(live, path, body):
     """An answer of another model was taken for the one that was named."""
     one = live("bi")
-    answer = one.post(path, {**body, "model": "rerank-v3.5"})
-    assert answer.status_code == 404
-    error = answer.json()["error"]
+    error = error_of(one.post(path, {**body, "model": "rerank-v3.5"}), 404)
     assert (error["code"], error["field"]) == ("unknown_model", "model")
     for name in (NAME, one.artifact.fingerprint):
         assert name in error["message"]
@@ -487,17 +480,15 @@ def test_without_names_any_model_means_the_served_one(tiny_ranker, asking):
 )
 def test_infinitys_routes_are_openais(live, path, same_as):
     one = live("bi")
-    if "models" in path:
-        found, expected = (one.http.get(route) for route in (path, same_as))
-    else:
-        found, expected = (one.post(route, {"input": TEXTS}) for route in (path, same_as))
+    ask = one.http.get if "models" in path else partial(one.post, body={"input": TEXTS})
+    found, expected = ask(path), ask(same_as)
     assert (found.status_code, found.json()) == (200, expected.json())
 
 
 def test_teis_similarity(live):
     one = live("bi")
     body = {"inputs": {"source_sentence": QUERY, "sentences": TEXTS}}
-    assert one.post("/similarity", body).json() == pytest.approx(one.scores(QUERY, TEXTS), rel=1e-4)
+    assert one.post("/similarity", body).json() == pytest.approx(one.scores, rel=1e-4)
 
 
 @pytest.mark.parametrize("ids", [[101, 7592], [[101, 7592]]])
@@ -517,7 +508,7 @@ def test_hugging_faces_client_embeds(live, hugging_face_of):
 def test_hugging_faces_client_compares_sentences(live, hugging_face_of):
     one = live("cross")
     found = hugging_face_of(one).sentence_similarity(QUERY, other_sentences=TEXTS)
-    assert found == pytest.approx(one.scores(QUERY, TEXTS), **NEAR)
+    assert found == pytest.approx(one.scores, **NEAR)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +516,7 @@ def test_hugging_faces_client_compares_sentences(live, hugging_face_of):
     [("/embed", {"inputs": "a"}), ("/", {"inputs": "a"}), ("/v1/embeddings", {"input": "a"})],
 )
 def test_a_cross_encoder_has_no_vectors(live, path, body):
-    error = refusal(live("cross").post(path, body))
+    error = error_of(live("cross").post(path, body))
     assert error["code"] == "invalid_request"
     assert "a cross-encoder has no vectors" in error["message"]
 
@@ -589,9 +580,9 @@ MANY = ["a"] * 10_001
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
-    error = refusal(live("bi").post(path, body))
+    error = error_of(live("bi").post(path, body))
     assert (error["code"], error["field"]) == ("invalid_request", field)
-    assert said in error["message"]
+    assert said in error["message"] and "<" not in error["message"]
     if said not in ("surrogate", "at most 16"):  # which no schema says
         assert not documented(path).is_valid(body)
 
