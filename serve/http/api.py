@@ -69,7 +69,7 @@ def create_app(
     )
     errors.install(app)
     # The one that is added last comes first: what the guard refuses reaches no other.
-    # Level 1: 7 MB, the largest answer, hold up the event loop for 60 ms; level 9 takes six times as long.
+    # Level 1: 7 MB, the largest answer, take 60 ms, beside the event loop; level 9 takes six times as long.
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(
         Guard,
@@ -184,21 +184,20 @@ def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
     explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
-        weights = _rounded(explained.weights_CM)
         tokens, attention_MT = explained.attended
         explanation = Explanation(tokens, _rounded(attention_MT))
+        weights = _rounded(explained.weights_CM)
     if answer.pool:
         missing = list(answer.missing_shards)
         pool = bodies.PoolVersion(
             name=answer.pool, version=answer.pool_version, missing_shards=missing
         )
     known_contexts = answer.known_contexts or [None] * len(answer.results)
+    results = zip(answer.results, known_contexts, weights, strict=True)
     return bodies.RankResponse(
         results=[
-            Result(result.id, result.text, result.score, dict(result.columns), known_context, row)
-            for result, known_context, row in zip(
-                answer.results, known_contexts, weights, strict=True
-            )
+            Result(result.id, result.text, result.score, dict(result.columns), known, row)
+            for result, known, row in results
         ],
         certified=answer.certified,
         model=answer.engine.model.fingerprint,

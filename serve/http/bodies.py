@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -77,12 +77,22 @@ TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K), BeforeValidator(_number), at_mo
 Ids = Annotated[list[Text], Field(max_length=MAX_CANDIDATES), at_most("candidates")]
 Many = Annotated[list[ItemT], Field(min_length=1, max_length=MAX_CANDIDATES), at_most("candidates")]
 Dimensions = Annotated[int, Field(ge=0), BeforeValidator(_number)]
+TextOr = Annotated[
+    Annotated[FilledText, Tag("<text>")] | Annotated[ItemT, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, (dict, BaseModel)) else "<text>"),
+]
+
+
+class Body(BaseModel):
+    """A request's body. The docstrings of its fields are their descriptions in openapi.json."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 # polyrank's own
 
 
-class Strict(BaseModel):
+class Strict(Body):
     """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
@@ -95,42 +105,34 @@ class Candidate(Strict):
     text: FilledText
 
 
-GivenCandidate = Annotated[
-    Annotated[FilledText, Tag("<text>")] | Annotated[Candidate, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, (dict, Candidate)) else "<text>"),
-]
-
-
 class RankRequest(Strict):
     """The candidates come with the request, or from a pool."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
+        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]}
     )
 
     context: Annotated[
         Annotated[FilledText, Tag("<text>")]
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
         Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
-    ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
-    candidates: Many[GivenCandidate] | None = Field(default=None, description="The texts to rank.")
-    pool: StrictStr | None = Field(
-        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
-    )
-    top_k: TopK = Field(default=10, description="Most results.")
-    where: dict[str, list[Text]] | None = Field(
-        default=None,
-        max_length=10,
-        description="With a pool: its columns, and the values that a row may have there.",
-    )
-    allow: Ids | None = Field(default=None, description="With a pool: the only ids that count.")
-    deny: Ids | None = Field(default=None, description="With a pool: ids that do not count.")
-    explain: StrictBool = Field(
-        default=False,
-        description="Say which tokens the context's vectors attend to, and how much each vector counts in "
-        "each score. Not with a cross-encoder, which has no vectors.",
-    )
+    ]
+    """The turns so far, oldest first, newest last; a text is one turn."""
+    candidates: Many[TextOr[Candidate]] | None = None
+    """The texts to rank."""
+    pool: StrictStr | None = Field(default=None, min_length=1, max_length=MAX_POOL_NAME)
+    """The pool to search."""
+    top_k: TopK = 10
+    """Most results."""
+    where: dict[str, list[Text]] | None = Field(default=None, max_length=10)
+    """With a pool: its columns, and the values that a row may have there."""
+    allow: Ids | None = None
+    """With a pool: the only ids that count."""
+    deny: Ids | None = None
+    """With a pool: ids that do not count."""
+    explain: StrictBool = False
+    """Say which tokens the context's vectors attend to, and how much each vector counts in each score. Not
+    with a cross-encoder, which has no vectors."""
 
     @model_validator(mode="after")
     def _check_source(self) -> RankRequest:
@@ -195,7 +197,8 @@ class ClassifyRequest(Strict):
     """Texts with one intent each, such as customers' messages."""
 
     texts: Many[FilledText]
-    top_k: TopK = Field(default=3, description="Most intents of each text.")
+    top_k: TopK = 3
+    """Most intents of each text."""
 
 
 class Health(BaseModel):
@@ -212,14 +215,10 @@ def _as_list(value: Any) -> Any:
         return [value]
     if not isinstance(value, list):
         return value
-    if any(type(token_id) is int for item in value for token_id in _first(item)):
+    firsts = [item[0] if isinstance(item, list) and item else item for item in value]
+    if any(type(first) is int for first in firsts):
         raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
     return [item.get("text", item) if isinstance(item, dict) else item for item in value]
-
-
-def _first(item: Any) -> list[Any]:
-    """Of the ids of a text the first one; an id is alone."""
-    return item[:1] if isinstance(item, list) else [item]
 
 
 class Document(BaseModel):
@@ -235,29 +234,18 @@ Texts = Annotated[
 """A single text means a list of one. Clients of Jina send objects with a text."""
 
 
-GivenDocument = Annotated[
-    Annotated[FilledText, Tag("<text>")] | Annotated[Document, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, dict) else "<text>"),
-]
-
-
 # Requests
 
 
-Truncate = Annotated[
-    Literal[True, False, "END", "NONE", None],
-    Field(
-        description="false, NONE: refuse a text that is longer than what the model reads. By default its "
-        "end is left out; of a query, which is a context, its beginning."
-    ),
-]
+class _OfTexts(Body):
+    texts_field: ClassVar[str] = "texts"
+    """The name that clients give to `texts`."""
 
-
-class _OfTexts(BaseModel):
-    truncate: Truncate = None
-    truncation: StrictBool | None = Field(
-        default=None, description="The same for clients of Voyage."
-    )
+    truncate: Literal[True, False, "END", "NONE", None] = None
+    """false, NONE: refuse a text that is longer than what the model reads. By default its end is left out; of
+    a query, which is a context, its beginning."""
+    truncation: StrictBool | None = None
+    """The same for clients of Voyage."""
     truncation_direction: Literal["right", "Right", None] = "right"
     truncation_side: Literal["right", None] = None
     # What stands before a text belongs to the model, which was trained with it or without.
@@ -269,38 +257,39 @@ class _OfTexts(BaseModel):
         return any(value in (False, "NONE") for value in (self.truncate, self.truncation))
 
 
-class TextsRerank(_OfTexts):
+class _Rerank(_OfTexts):
+    query: FilledText
+    top_n: Count | None = None
+    """Most results; by default all."""
+    raw_scores: StrictBool | None = False
+
+
+class TextsRerank(_Rerank):
     """A rerank request in TEI's format."""
 
-    query: FilledText
     texts: Many[FilledText]
-    top_n: Count | None = Field(default=None, description="For LiteLLM: most results.")
-    raw_scores: StrictBool | None = False
     return_text: StrictBool | None = False
 
 
-class ForModel(BaseModel):
+class ForModel(Body):
     """What requests have that may name the model."""
 
-    model: str | None = Field(
-        default=None,
-        description="A name or the fingerprint of the served model; null means it, too.",
-    )
+    model: str | None = None
+    """A name or the fingerprint of the served model; null means it, too."""
 
 
-class DocumentsRerank(ForModel, _OfTexts):
+class DocumentsRerank(ForModel, _Rerank):
     """A rerank request in the format of Jina, infinity, Cohere and Voyage."""
 
-    query: FilledText
+    texts_field = "documents"
+
     # Before the documents: those with other fields have no text, and the error names what asks for them.
-    rank_fields: list[Literal["text"]] | None = Field(
-        default=None, description="Fields of a document to read."
-    )
-    documents: Many[GivenDocument]
-    top_n: Count | None = Field(default=None, description="Most results; by default all.")
-    top_k: Count | None = Field(default=None, description="The same for clients of Voyage.")
+    rank_fields: list[Literal["text"]] | None = None
+    """Fields of a document to read."""
+    documents: Many[TextOr[Document]]
+    top_k: Count | None = None
+    """As `top_n`, for clients of Voyage."""
     return_documents: StrictBool | None = None
-    raw_scores: StrictBool | None = False
 
     @property
     def texts(self) -> list[str]:
@@ -310,28 +299,21 @@ class DocumentsRerank(ForModel, _OfTexts):
 
 
 class _ToEmbed(_OfTexts):
+    texts: Texts
     input_type: (
         Literal["query", "search_query", "document", "search_document", "passage"] | None
-    ) = Field(
-        default=None,
-        description="query, search_query: embed the texts as contexts, if the model makes one vector of "
-        "a context. Else: as candidates.",
-    )
-    task: Literal["retrieval.query", "retrieval.passage"] | None = Field(
-        default=None, description="retrieval.query: the same for clients of Jina."
-    )
-    dimensions: Dimensions | None = Field(
-        default=None,
-        description="Keep the first dimensions only; sensible only for a model trained for it "
-        "(matryoshka). 0: all.",
-    )
-    output_dimension: Dimensions | None = Field(
-        default=None, description="The same for clients of Voyage and Cohere."
-    )
+    ) = None
+    """query, search_query: embed the texts as contexts, if the model makes one vector of a context. Else: as
+    candidates."""
+    task: Literal["retrieval.query", "retrieval.passage"] | None = None
+    """retrieval.query: the same for clients of Jina."""
+    dimensions: Dimensions | None = None
+    """Keep the first dimensions only; sensible only for a model trained for it (matryoshka). 0: all."""
+    output_dimension: Dimensions | None = None
+    """The same for clients of Voyage and Cohere."""
     output_dtype: Literal["float"] | None = None
-    prompt_name: Literal["context", "query", "document", "passage"] | None = Field(
-        default=None, description="context, query: the same for clients of TEI."
-    )
+    prompt_name: Literal["context", "query", "document", "passage"] | None = None
+    """context, query: the same for clients of TEI."""
 
     @property
     def context_field(self) -> tuple[str, str] | None:
@@ -346,8 +328,11 @@ class _ToEmbed(_OfTexts):
 class EmbedRequest(_ToEmbed):
     """An embedding request in TEI's format."""
 
-    inputs: Texts
-    normalize: StrictBool | None = Field(default=True, description="Scale the vectors to length 1.")
+    texts_field = "inputs"
+
+    texts: Texts = Field(alias="inputs")
+    normalize: StrictBool | None = True
+    """Scale the vectors to length 1."""
     encoding_format: Literal["float", None] = "float"
 
 
@@ -357,35 +342,27 @@ VectorType = Literal["float", "base64"]
 class EmbeddingsRequest(ForModel, _ToEmbed):
     """An embedding request in OpenAI's format."""
 
-    input: Texts
-    encoding_format: VectorType | None = None
-    embedding_type: VectorType | None = Field(
-        default=None, description="The same for clients of Jina."
-    )
-    encoding_type: Literal["float"] | None = None
-    late_chunking: Literal[False, None] = Field(
-        default=None, description="Each text is embedded by itself."
-    )
-    return_multivector: Literal[False, None] = Field(
-        default=None, description="Each text has one vector."
-    )
-    modality: Literal["text"] | None = None
-    normalized: StrictBool | None = Field(
-        default=True, description="For clients of Jina: scale the vectors to length 1."
-    )
+    texts_field = "input"
 
-    @property
-    def is_base64(self) -> bool:
-        return "base64" in (self.encoding_format, self.embedding_type)
+    texts: Texts = Field(alias="input")
+    encoding_format: VectorType | None = None
+    embedding_type: VectorType | None = None
+    """The same for clients of Jina."""
+    encoding_type: Literal["float"] | None = None
+    late_chunking: Literal[False, None] = None
+    """Each text is embedded by itself."""
+    return_multivector: Literal[False, None] = None
+    """Each text has one vector."""
+    modality: Literal["text"] | None = None
+    normalized: StrictBool | None = True
+    """For clients of Jina: scale the vectors to length 1."""
 
 
 class TextsEmbedRequest(ForModel, _ToEmbed):
     """An embedding request in Cohere's format."""
 
-    texts: Texts
-    embedding_types: list[VectorType] | None = Field(
-        default=None, min_length=1, description="null: float."
-    )
+    embedding_types: list[VectorType] | None = Field(default=None, min_length=1)
+    """null: float."""
 
 
 class Sentences(BaseModel):
@@ -431,19 +408,11 @@ class TextScore(BaseModel):
 
 
 class DocumentScore(BaseModel):
-    """A document's place in the request, and its score."""
+    """A document's place in the request, and its score. In Voyage's format `document` is a text."""
 
     index: int
     relevance_score: float
-    document: Document | None = None
-
-
-class VoyageScore(BaseModel):
-    """As `DocumentScore`, in Voyage's format."""
-
-    index: int
-    relevance_score: float
-    document: str | None = None
+    document: Document | str | None = None
 
 
 class Usage(BaseModel):
@@ -481,7 +450,7 @@ class RerankResponse(BaseModel):
     id: str
     model: str
     results: list[DocumentScore]
-    data: list[VoyageScore] | None = None
+    data: list[DocumentScore] | None = None
     usage: Usage
     meta: Meta
 

@@ -27,7 +27,6 @@ Rules for all of them:
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -52,30 +51,28 @@ def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> Non
     refusals = error_responses(*REFUSALS)
     refusals_by_name = error_responses(*REFUSALS, "unknown_model")
     ranking: dict[str, Any] = dict(responses=refusals_by_name, response_model_exclude_none=True)
-    embedding: dict[str, Any] = dict(
+    openai: dict[str, Any] = dict(
         responses=refusals_by_name, response_model=bodies.EmbeddingsResponse
-    )
-    hugging_face: dict[str, Any] = dict(
-        responses=refusals, response_model=list[float] | list[list[float]]
     )
     cohere: dict[str, Any] = dict(
         responses=refusals_by_name, response_model=bodies.TextsEmbedResponse
     )
+    vectors = list[list[float]]
     not_ready = error_responses("unauthorized", "not_ready")
     no_model = error_responses("unauthorized", "unknown_model", "not_ready")
 
     app.post("/rerank", **ranking)(formats.rerank)
-    app.post("/v1/rerank", **ranking)(formats.rerank_v1)
-    app.post("/v2/rerank", **ranking)(formats.rerank_v2)
-    app.post("/embed", responses=refusals, response_model=list[list[float]])(formats.embed)
-    app.post("/v1/embeddings", **embedding)(formats.embeddings)
+    app.post("/v1/rerank", name="rerank_v1", **ranking)(formats.rerank_documents)
+    app.post("/v2/rerank", name="rerank_v2", **ranking)(formats.rerank_documents)
+    app.post("/embed", responses=refusals, response_model=vectors)(formats.embed)
+    app.post("/v1/embeddings", **openai)(formats.embeddings)
     app.post("/embeddings", include_in_schema=False)(formats.embeddings)  # infinity's route
-    app.post("/v1/embed", **cohere)(formats.embed_v1)
-    app.post("/v2/embed", **cohere)(formats.embed_v2)
+    app.post("/v1/embed", name="embed_v1", **cohere)(formats.embed_texts)
+    app.post("/v2/embed", name="embed_v2", **cohere)(formats.embed_texts)
     app.get("/v1/models", responses=not_ready)(formats.models)
     app.get("/models", include_in_schema=False)(formats.models)  # infinity's route
     app.get("/v1/models/{id:path}", responses=no_model)(formats.model)
-    app.post("/", **hugging_face)(formats.hugging_face)
+    app.post("/", responses=refusals, response_model=list[float] | vectors)(formats.hugging_face)
     app.post("/similarity", responses=refusals)(formats.similarity)
 
 
@@ -90,79 +87,51 @@ class _Formats:
     ) -> list[bodies.TextScore] | bodies.RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, bodies.DocumentsRerank):
-            return await self._rerank_documents(body, request, "1")
-        texts = body.texts
-        whole = "texts" if body.needs_whole_texts else ""
-        work = work_of(request, self._service)
-        best_first, _ = await _score(work, body.query, texts, bool(body.raw_scores), whole)
+            return await self.rerank_documents(body, request)
+        best_first, _ = await _score(self._work(body, request), body)
+        texts = body.texts if body.return_text else [None] * len(body.texts)
         return [
-            bodies.TextScore(
-                index=place, score=score, text=texts[place] if body.return_text else None
-            )
+            bodies.TextScore(index=place, score=score, text=texts[place])
             for place, score in best_first[: body.top_n]
         ]
 
-    async def rerank_v1(
+    async def rerank_documents(
         self, body: bodies.DocumentsRerank, request: Request
     ) -> bodies.RerankResponse:
-        """Jina's format, and version 1 of Cohere's."""
-        return await self._rerank_documents(body, request, "1")
-
-    async def rerank_v2(
-        self, body: bodies.DocumentsRerank, request: Request
-    ) -> bodies.RerankResponse:
-        """Version 2 of Cohere's format."""
-        return await self._rerank_documents(body, request, "2")
-
-    async def _rerank_documents(
-        self, body: bodies.DocumentsRerank, request: Request, version: str
-    ) -> bodies.RerankResponse:
-        work = self._work(body, request)
+        """The format of Jina and Voyage, and both versions of Cohere's."""
+        best_first, tokens = await _score(self._work(body, request), body)
         texts = body.texts
-        whole = "documents" if body.needs_whole_texts else ""
-        best_first, tokens = await _score(work, body.query, texts, bool(body.raw_scores), whole)
-        results = [
-            bodies.DocumentScore(
-                index=place,
-                relevance_score=score,
-                document=bodies.Document(text=texts[place]) if body.return_documents else None,
-            )
-            for place, score in best_first[: body.top_n or body.top_k]
-        ]
-        data = None
-        if body.model_fields_set & {"top_k", "truncation"}:
-            data = [
-                bodies.VoyageScore(
-                    index=result.index,
-                    relevance_score=result.relevance_score,
-                    document=texts[result.index] if body.return_documents else None,
+
+        def results(document: Callable[[str], Any]) -> list[bodies.DocumentScore]:
+            return [
+                bodies.DocumentScore(
+                    index=place,
+                    relevance_score=score,
+                    document=document(texts[place]) if body.return_documents else None,
                 )
-                for result in results
+                for place, score in best_first[: body.top_n or body.top_k]
             ]
+
+        is_voyages = body.model_fields_set & {"top_k", "truncation"}
         return bodies.RerankResponse(
             id=request.state.request_id,
             model=request.state.model,
-            results=results,
-            data=data,
+            results=results(lambda text: bodies.Document(text=text)),
+            data=results(str) if is_voyages else None,
             usage=_usage(tokens),
-            meta=_meta(version, search_units=1),
+            meta=_meta(request, search_units=1),
         )
 
     async def embed(self, body: bodies.EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        work = work_of(request, self._service, self._service.champion())
-        vectors_ND, _ = await _encode_texts(work, "inputs", body.inputs, body)
-        if body.normalize is not False:
-            vectors_ND = F.normalize(vectors_ND, dim=1)
+        vectors_ND, _ = await self._encode(body, request, body.normalize is not False)
         return await json_answer(vectors_ND.tolist, vectors_ND.numel())
 
     async def embeddings(self, body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        work = self._work(body, request, self._service.champion())
-        vectors_ND, tokens = await _encode_texts(work, "input", body.input, body)
-        if body.normalized is not False:
-            vectors_ND = F.normalize(vectors_ND, dim=1)
-        encode = _ENCODINGS["base64" if body.is_base64 else "float"]
+        vectors_ND, tokens = await self._encode(body, request, body.normalized is not False)
+        is_base64 = "base64" in (body.encoding_format, body.embedding_type)
+        encode = _ENCODINGS["base64" if is_base64 else "float"]
 
         def response() -> bodies.EmbeddingsResponse:
             return bodies.EmbeddingsResponse(
@@ -176,36 +145,66 @@ class _Formats:
 
         return await json_answer(response, vectors_ND.numel())
 
-    async def embed_v1(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
-        """Version 1 of Cohere's format, to vectors of length 1."""
-        return await self._embed_texts(body, request, "1")
-
-    async def embed_v2(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
-        """Version 2 of Cohere's format, to vectors of length 1."""
-        return await self._embed_texts(body, request, "2")
-
-    async def _embed_texts(
-        self, body: bodies.TextsEmbedRequest, request: Request, version: str
-    ) -> Response:
-        work = self._work(body, request, self._service.champion())
-        vectors_ND, tokens = await _encode_texts(work, "texts", body.texts, body)
-        by_type = body.embedding_types is not None or version == "2"
-        types: list[bodies.VectorType] = body.embedding_types or ["float"]
+    async def embed_texts(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
+        """Both versions of Cohere's format, to vectors of length 1."""
+        vectors_ND, tokens = await self._encode(body, request, True)
+        meta = _meta(request, input_tokens=tokens)
+        by_type = body.embedding_types is not None or meta.api_version.version == "2"
 
         def response() -> bodies.TextsEmbedResponse:
-            unit_vectors_ND = F.normalize(vectors_ND, dim=1)
             embeddings: dict[bodies.VectorType, Any] = {
-                kind: _ENCODINGS[kind](unit_vectors_ND) for kind in types
+                kind: _ENCODINGS[kind](vectors_ND) for kind in body.embedding_types or ["float"]
             }
             return bodies.TextsEmbedResponse(
                 response_type="embeddings_by_type" if by_type else "embeddings_floats",
                 id=request.state.request_id,
                 texts=body.texts,
                 embeddings=embeddings if by_type else embeddings["float"],
-                meta=_meta(version, input_tokens=tokens),
+                meta=meta,
             )
 
         return await json_answer(response, vectors_ND.numel())
+
+    async def _encode(
+        self,
+        body: bodies.EmbedRequest | bodies.EmbeddingsRequest | bodies.TextsEmbedRequest,
+        request: Request,
+        to_unit_length: bool,
+    ) -> tuple[Tensor, int]:
+        """(vectors [N, D] as the model scores with them, cut to `dimensions` as in its training; tokens read)
+
+        They are the champion's: clients compare vectors of several requests, and those of two models have
+        nothing in common. Raises Refusal for what this model has not.
+        """
+        work = self._work(body, request, self._service.champion())
+        ranker, texts = work.engine.ranker, body.texts
+        config = ranker.config
+        if not config.has_vectors:
+            message = (
+                "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
+            )
+            raise Refusal("invalid_request", message)
+        if body.needs_whole_texts:
+            are_contexts = body.context_field is not None
+            await _require_whole(work, body.texts_field, texts, are_contexts)
+        field = "dimensions" if body.dimensions else "output_dimension"
+        dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
+        if dimensions and dimensions > width:
+            allowed = f"at most {width}, which the model has"
+            raise _not_allowed(field, dimensions, allowed)
+        if body.context_field is None:
+            vectors_ND, tokens = await work.candidate_vectors(texts)
+        elif config.vectors_per_context == 1:
+            pairs, tokens = await work.context_vectors([[text] for text in texts])
+            vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
+        else:
+            field, value = body.context_field
+            allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
+            why = f", as contexts of this model have {config.vectors_per_context} vectors each"
+            raise _not_allowed(field, value, allowed, why)
+        if dimensions:
+            vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
+        return F.normalize(vectors_ND, dim=1) if to_unit_length else vectors_ND, tokens
 
     async def models(self) -> bodies.ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
@@ -229,17 +228,16 @@ class _Formats:
     async def similarity(self, body: bodies.SimilarityRequest, request: Request) -> list[float]:
         """TEI's route for Hugging Face's `sentence_similarity`."""
         sentence, others = body.inputs.source_sentence, body.inputs.sentences
-        work = work_of(request, self._service)
-        best_first, _ = await _score(work, sentence, others, raw_scores=True)
-        return [score for _, score in sorted(best_first)]
+        scores, _ = await work_of(request, self._service).scores([sentence], others)
+        return scores
 
     @property
     def _fingerprint(self) -> str:
         return self._service.champion().model.fingerprint
 
-    def _work(self, body: bodies.ForModel, request: Request, engine: Engine | None = None) -> Work:
+    def _work(self, body: bodies.Body, request: Request, engine: Engine | None = None) -> Work:
         """As `work_of`. Raises Refusal for another model, if the service has names."""
-        if self._names:
+        if self._names and isinstance(body, bodies.ForModel):
             self._require_served(body.model)
         return work_of(request, self._service, engine)
 
@@ -256,25 +254,19 @@ class _Formats:
         return bodies.ModelCard(id=name, created=created)
 
 
-def sigmoid(score: float) -> float:
-    """The sigmoid of any finite score, without overflow."""
-    decay = math.exp(-abs(score))
-    return (1.0 if score >= 0 else decay) / (1.0 + decay)
-
-
 async def _score(
-    work: Work, query: str, texts: Sequence[str], raw_scores: bool, whole: str = ""
+    work: Work, body: bodies.TextsRerank | bodies.DocumentsRerank
 ) -> tuple[list[tuple[int, float]], int]:
-    """((place, score) of each text, best first, ties in the order given; tokens read)
-
-    `whole`: the field of texts of which none may be truncated, nor the query; Refusal is raised for one."""
-    if whole:
-        await _require_whole(work, "query", [query], are_contexts=True)
-        await _require_whole(work, whole, texts)
-    scores, tokens = await work.scores([query], texts)
+    """((place, score) of each text, best first, ties in the order given; tokens read)"""
+    texts = body.texts
+    if body.needs_whole_texts:
+        await _require_whole(work, "query", [body.query], are_contexts=True)
+        await _require_whole(work, body.texts_field, texts)
+    scores, tokens = await work.scores([body.query], texts)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
-    shown = scores if raw_scores else list(map(sigmoid, scores))
-    return [(place, shown[place]) for place in order], tokens
+    if not body.raw_scores:
+        scores = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
+    return [(place, scores[place]) for place in order], tokens
 
 
 async def _require_whole(
@@ -287,47 +279,6 @@ async def _require_whole(
         field = field if field == "query" else f"{field}.{longer[0]}"
         message = f"{field}: has more than {most} tokens, and may not be truncated"
         raise Refusal("invalid_request", message, field)
-
-
-async def _encode_texts(
-    work: Work,
-    texts_field: str,
-    texts: Sequence[str],
-    body: bodies.EmbedRequest | bodies.EmbeddingsRequest | bodies.TextsEmbedRequest,
-) -> tuple[Tensor, int]:
-    """(vectors [N, D] as the model scores with them, tokens read), cut to `dimensions` as in its training.
-
-    `work`: the champion's: clients compare vectors of several requests, and those of two models have nothing
-    in common. Raises Refusal for what this model has not.
-    """
-    ranker = work.engine.ranker
-    config = ranker.config
-    if not config.has_vectors:
-        message = (
-            "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
-        )
-        raise Refusal("invalid_request", message)
-    if body.needs_whole_texts:
-        are_contexts = body.context_field is not None
-        await _require_whole(work, texts_field, texts, are_contexts)
-    field = "dimensions" if body.dimensions else "output_dimension"
-    dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
-    if dimensions and dimensions > width:
-        allowed = f"at most {width}, which the model has"
-        raise _not_allowed(field, dimensions, allowed)
-    if body.context_field is None:
-        vectors_ND, tokens = await work.candidate_vectors(texts)
-    elif config.vectors_per_context == 1:
-        pairs, tokens = await work.context_vectors([[text] for text in texts])
-        vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
-    else:
-        field, value = body.context_field
-        allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
-        why = f", as contexts of this model have {config.vectors_per_context} vectors each"
-        raise _not_allowed(field, value, allowed, why)
-    if dimensions:
-        vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
-    return vectors_ND, tokens
 
 
 def _not_allowed(field: str, value: object, allowed: str, why: str = "") -> Refusal:
@@ -350,7 +301,8 @@ def _usage(tokens: int) -> bodies.Usage:
     return bodies.Usage(prompt_tokens=tokens, total_tokens=tokens)
 
 
-def _meta(version: str, **units: int) -> bodies.Meta:
+def _meta(request: Request, **units: int) -> bodies.Meta:
+    version = "2" if request.state.route.startswith("/v2/") else "1"
     return bodies.Meta(
         api_version=bodies.ApiVersion(version=version), billed_units=bodies.BilledUnits(**units)
     )
