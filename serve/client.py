@@ -212,13 +212,15 @@ class AsyncClient:
         """Raises ServiceError. `retries`: None: those of the client."""
         retries = self._retries if retries is None else retries
         deadline = time.monotonic() + self._timeout_s
+        http = self._http_of_loop()
         headers = {"x-request-id": request_id or uuid.uuid4().hex}
+        request = http.build_request(method, path, json=body, headers=headers)
         wait_s, attempts, deaths = 0.0, 0, 0
         while True:
             left_s = deadline - time.monotonic() - wait_s
-            headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
+            request.headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
             await self._sleep(wait_s)
-            answer = await self._attempt(left_s, answer_type, method, path, body, headers)
+            answer = await self._attempt(http, request, left_s, answer_type)
             if not isinstance(answer, _Failure):
                 return answer
             attempts += 1
@@ -241,18 +243,14 @@ class AsyncClient:
 
     async def _attempt(
         self,
-        timeout_s: float,
+        http: httpx2.AsyncClient,
+        request: httpx2.Request,
+        left_s: float,
         answer_type: TypeAdapter[ResultT],
-        method: str,
-        path: str,
-        body: Any,
-        headers: Mapping[str, str],
     ) -> ResultT | _Failure:
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._http_of_loop().request(
-                    method, path, json=body, headers=headers
-                )
+            async with asyncio.timeout(left_s):
+                response = await http.send(request)
             if response.is_success:
                 return answer_type.validate_json(response.content)
         except TimeoutError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import os
 import re
@@ -45,14 +44,12 @@ class BearerTokens:
         """The sender of a request with this header: the name of its token, or 16 digits of its hash. "":
         nobody needs one. None: the request may not be answered."""
         self._follow_file()
-        senders = self._senders | self._senders_of_file
-        scheme, _, token = authorization.partition(" ")
-        token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
-        # All are compared, so the time is the same for any token.
-        matches = [hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in senders]
-        if not senders:
+        if not (senders := self._senders | self._senders_of_file):
             return ""
-        return senders[token_hash] if scheme.lower() == "bearer" and any(matches) else None
+        scheme, _, token = authorization.partition(" ")
+        # Whoever measures the time of this search learns of hashes, which are no tokens.
+        token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
+        return senders.get(token_hash) if scheme.lower() == "bearer" else None
 
     def _follow_file(self) -> None:
         if self._file is None or (version := _version(self._file)) == self._version:

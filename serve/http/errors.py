@@ -62,12 +62,11 @@ def install(app: FastAPI) -> None:
     """Makes the application answer in this format; `Guard` answers for exceptions that are not expected."""
 
     @app.exception_handler(Refusal)
-    async def refuse(request: Request, error: Refusal) -> Response:
-        return response(error)
-
     @app.exception_handler(BadInput)
-    async def refuse_input(request: Request, error: BadInput) -> Response:
-        return response(Refusal("invalid_request", str(error)))
+    async def refuse(request: Request, error: Refusal | BadInput) -> Response:
+        if isinstance(error, BadInput):
+            error = Refusal("invalid_request", str(error))
+        return response(error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:

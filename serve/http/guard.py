@@ -14,8 +14,8 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import TextIO
 from urllib.parse import quote, urlsplit
@@ -40,7 +40,6 @@ MODEL = "x-polyrank-model"
 """Header of an answer: the fingerprint of the model."""
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_DIGITS = re.compile(r"[0-9]{1,9}")
 _SMALL_BODY_BYTES = 65_536
 _WRONG_HOST = (
     "host: allowed from this machine without tokens: an IP address, or a name without a dot"
@@ -112,7 +111,7 @@ class Guard:
         try:
             await self._serve(exchange)
         except Refusal as refusal:
-            await exchange.refuse_unread(refusal)
+            await exchange.refuse(refusal)
         except asyncio.CancelledError:
             exchange.status = 499
             raise
@@ -128,26 +127,25 @@ class Guard:
         exchange.log()
 
     async def _serve(self, exchange: _Exchange) -> None:
-        """Answers a request. Raises Refusal if it is refused before its body is read."""
+        """Answers a request. Raises Refusal if its route may not."""
         scope, headers, began = exchange.scope, exchange.headers, exchange.began
         exchange.sender = self._check_token(scope, headers)
         SENDER.set(exchange.sender)
         LIMITS.set(self._limits)
-        if scope["method"] in _METHODS_WITH_BODY:
+        has_body = scope["method"] in _METHODS_WITH_BODY
+        if has_body:
             self._check_rate(exchange.sender, began)
         deadline = exchange.state["deadline"] = began + self._timeout_s(headers)
-        with self._holding() as hold:
-            body = await self._read_body(exchange, hold)
+        try:
+            body = await self._read_body(exchange) if has_body else b""
             exchange.read_at = time.monotonic()
-            try:
-                if body is not None:
-                    if refusal := self._refusal(deadline):
-                        raise refusal  # before it is parsed
-                    body = self._decoded(headers, body, hold)
-            except Refusal as refusal:
-                await exchange.refuse(refusal)
-            else:
-                await self._answer(exchange, body)
+            if has_body:
+                if refusal := self._refusal(deadline):
+                    raise refusal  # before it is parsed
+                body = self._decoded(exchange, body)
+            await self._answer(exchange, body)
+        finally:
+            self._held_bytes -= exchange.held_bytes
 
     def _check_token(self, scope: Scope, headers: Headers) -> str:
         """The sender of a request: of its token, or where none is needed its address. Raises Refusal."""
@@ -173,23 +171,19 @@ class Guard:
         self._rates[sender] = saved - 1, now
 
     def _timeout_s(self, headers: Headers) -> float:
-        timeout_text = headers.get(TIMEOUT)
-        if timeout_text is None:
-            return self._limits.timeout_ms / 1000
-        if not _DIGITS.fullmatch(timeout_text) or not 1 <= int(timeout_text) <= MAX_TIMEOUT_MS:
+        text = headers.get(TIMEOUT, str(self._limits.timeout_ms))
+        if not (text.isdecimal() and len(text) < 10 and 1 <= int(text) <= MAX_TIMEOUT_MS):
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
-        return int(timeout_text) / 1000
+        return int(text) / 1000
 
-    async def _answer(self, exchange: _Exchange, body: bytes | None) -> None:
+    async def _answer(self, exchange: _Exchange, body: bytes) -> None:
         """Lets the route answer, and answers for one that fails."""
-        is_read = body is None
+        unread = [body]
 
         async def receive_read() -> Message:
-            nonlocal is_read
-            if is_read:
-                return await exchange.receive()
-            is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            return await exchange.receive()
 
         try:
             await self._app(dict(exchange.scope), receive_read, exchange.send)
@@ -199,31 +193,18 @@ class Guard:
             _log.exception("%s failed", exchange.path)
             await exchange.refuse(Refusal("internal"))
 
-    @contextmanager
-    def _holding(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a request's body among those of all requests, until it is answered. The
-        function takes so many more bytes, or raises Refusal."""
-        held = 0
+    def _hold(self, exchange: _Exchange, size: int) -> None:
+        """Counts so many more bytes of a request's body among those of all requests. Raises Refusal."""
+        exchange.held_bytes += size
+        self._held_bytes += size
+        is_full = self._held_bytes > self._limits.all_bodies_bytes
+        if is_full and exchange.held_bytes > _SMALL_BODY_BYTES:
+            message = "the bodies of other requests take the memory"
+            raise Refusal("overloaded", message, retry_after_s=1.0)
 
-        def hold(size: int) -> None:
-            nonlocal held
-            held += size
-            self._held_bytes += size
-            is_full = self._held_bytes > self._limits.all_bodies_bytes
-            if is_full and held > _SMALL_BODY_BYTES:
-                message = "the bodies of other requests take the memory"
-                raise Refusal("overloaded", message, retry_after_s=1.0)
-
-        try:
-            yield hold
-        finally:
-            self._held_bytes -= held
-
-    async def _read_body(self, exchange: _Exchange, hold: Callable[[int], None]) -> bytes | None:
-        """The whole body; None if the method has no body. Raises Refusal."""
-        scope, headers = exchange.scope, exchange.headers
-        if scope["method"] not in _METHODS_WITH_BODY:
-            return None
+    async def _read_body(self, exchange: _Exchange) -> bytes:
+        """Raises Refusal."""
+        headers = exchange.headers
         length, most = headers.get("content-length", "")[:18], self._limits.body_bytes
         if length.isdecimal() and int(length) > most:
             raise Refusal("too_large", f"the body has {int(length):,} bytes; allowed: {most:,}")
@@ -235,8 +216,8 @@ class Guard:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                async for part in Request(scope, exchange.receive).stream():
-                    hold(len(part))
+                async for part in Request(exchange.scope, exchange.receive).stream():
+                    self._hold(exchange, len(part))
                     body += part
                     self._require_size(body)
         except TimeoutError:
@@ -244,11 +225,11 @@ class Guard:
             raise Refusal("upload_too_slow", message) from None
         return bytes(body)
 
-    def _decoded(self, headers: Headers, body: bytes, hold: Callable[[int], None]) -> bytes:
+    def _decoded(self, exchange: _Exchange, body: bytes) -> bytes:
         """The body without its compression. Raises Refusal."""
-        if not body and "upgrade" in headers:
+        if not body and "upgrade" in exchange.headers:
             raise Refusal("invalid_request", _UPGRADE, "upgrade")
-        if not _encoding(headers).endswith("gzip"):
+        if not _encoding(exchange.headers).endswith("gzip"):
             return body
         decoder = zlib.decompressobj(wbits=31)
         try:
@@ -260,7 +241,7 @@ class Guard:
             raise Refusal("invalid_json", "the body's gzip is truncated")
         if decoder.unused_data.strip(b"\0"):  # to read all takes the square of their number
             raise Refusal("invalid_json", "the body's gzip has several members; allowed: one")
-        hold(len(decoded) - len(body))
+        self._hold(exchange, len(decoded) - len(body))
         return decoded
 
     def _require_size(self, body: bytes | bytearray) -> None:
@@ -272,7 +253,9 @@ class _Exchange:
     """A request and its answer, which gets the request's id and the model."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, echoes_request_id: bool) -> None:
-        self.began = self.read_at = time.monotonic()
+        self.began = time.monotonic()
+        self.read_at, self.held_bytes = 0.0, 0
+        """When the body was there (0: not yet), and how much of the memory for bodies it takes."""
         self.receive, self._send = receive, send
         self.headers = MutableHeaders(scope=scope)
         sent_id = self.headers.get("x-request-id", "")
@@ -305,15 +288,15 @@ class _Exchange:
         await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        await errors.response(refusal)(self.scope, self.receive, self.send)
-
-    async def refuse_unread(self, refusal: Refusal) -> None:
-        """Refuses at once a request whose body is not read, and closes the connection a moment later.
+        """Answers at once. If the body was not read, it closes the connection a moment later.
 
         Until then it reads what still comes: closing over unread bytes resets the connection, and a client
         that is still sending would lose the answer.
         """
         response = errors.response(refusal)
+        if self.read_at:
+            await response(self.scope, self.receive, self.send)
+            return
         response.headers["connection"] = "close"
         status, headers = response.status_code, response.raw_headers
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
