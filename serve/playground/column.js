@@ -15,17 +15,13 @@ export class Column {
   #selected = null; // key of the result whose explanation is open
   #items = new Map();
   #pagePool = null; // the pool that the page chose last
-  #canReply;
-  #onReply;
-  #onInfo;
+  #page;
 
-  /** `onReply(text)` takes a result into the dialogue, where `canReply()`; `onInfo()` is called when the
-   * pools are known. */
-  constructor(service, { canReply, onReply, onInfo }) {
+  /** `page.onReply(text)` takes a result into the dialogue, where `page.canReply()`; `page.onInfo()` is called
+   * when the pools are known. */
+  constructor(service, page) {
     this.service = service;
-    this.#canReply = canReply;
-    this.#onReply = onReply;
-    this.#onInfo = onInfo;
+    this.#page = page;
     this.kind = element("span", { class: "kind" });
     this.about = element("p", { class: "about" });
     this.pools = element("select", { class: "pools", "aria-label": `Pool of ${service.name}`, hidden: "",
@@ -57,7 +53,7 @@ export class Column {
     if (this.poolNames.has(chosen)) this.pools.value = chosen;
     this.pools.hidden = this.service.isHome || this.poolNames.size < 2; // the page's own field has its pools
     this.#sayAbout();
-    this.#onInfo();
+    this.#page.onInfo();
     return infoProblem;
   }
 
@@ -229,8 +225,8 @@ export class Column {
       ...content,
       element("footer", {},
         element("span", { class: "facts" }, facts.join(" · ")),
-        ...(this.#canReply() ? [element("button", {
-          type: "button", class: "small", onclick: () => this.#onReply(result.text),
+        ...(this.#page.canReply() ? [element("button", {
+          type: "button", class: "small", onclick: () => this.#page.onReply(result.text),
         }, "Use as next turn")] : [])),
     ];
   }

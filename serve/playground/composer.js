@@ -1,10 +1,9 @@
 // The left side: a dialogue or a query, and what is ranked for it.
 
 import { poolOptions } from "./column.js";
-import { element } from "./elements.js";
+import { byId, element, quietButton } from "./elements.js";
 
 const SPEAKERS = ["A", "B"];
-const byId = (id) => document.getElementById(id);
 
 export class Composer {
   #turns = [];
@@ -141,14 +140,8 @@ export class Composer {
     }
     item.append(
       element("p", {}, text),
-      element("button", {
-        type: "button", class: "quiet", "aria-label": `Edit turn ${number}`,
-        onclick: () => this.#edit(place),
-      }, "Edit"),
-      element("button", {
-        type: "button", class: "quiet", "aria-label": `Delete turn ${number}`,
-        onclick: () => this.#remove(place),
-      }, "Delete"));
+      quietButton("Edit", `Edit turn ${number}`, () => this.#edit(place)),
+      quietButton("Delete", `Delete turn ${number}`, () => this.#remove(place)));
     return item;
   }
 

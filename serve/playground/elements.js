@@ -11,6 +11,12 @@ export function element(name, attributes = {}, ...children) {
   return node;
 }
 
+export const byId = (id) => document.getElementById(id);
+
+/** A button that looks like text; `name` says to screen readers what it does. */
+export const quietButton = (text, name, onclick) =>
+  element("button", { type: "button", class: "quiet", "aria-label": name, onclick }, text);
+
 /** "4.2 %"; its spaces do not break. */
 export function percent(share) {
   if (share > 0 && share < 0.0005) return "<\u00a00.1\u00a0%";

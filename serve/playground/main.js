@@ -2,13 +2,12 @@
 
 import { Column } from "./column.js";
 import { Composer } from "./composer.js";
-import { element } from "./elements.js";
+import { byId, element, quietButton } from "./elements.js";
 import { HOME, Service, baseOf } from "./service.js";
 
 const PAUSE_MS = 120; // in typing, before the services are asked
 const STORED = "polyrank.services"; // [{base, token}], of this tab only
 
-const byId = (id) => document.getElementById(id);
 const columns = [];
 let timer = 0;
 
@@ -47,10 +46,8 @@ function store() {
   sessionStorage.setItem(STORED, JSON.stringify(services));
   const otherColumns = columns.filter((column) => !column.service.isHome);
   byId("others").replaceChildren(...otherColumns.map((column) =>
-    element("li", {}, element("span", {}, column.service.name), element("button", {
-      type: "button", class: "quiet", "aria-label": `Remove ${column.service.name}`,
-      onclick: () => remove(column),
-    }, "Remove"))));
+    element("li", {}, element("span", {}, column.service.name),
+      quietButton("Remove", `Remove ${column.service.name}`, () => remove(column)))));
 }
 
 function remove(column) {

@@ -9,7 +9,6 @@ export class Problem extends Error {
 }
 
 export class Service {
-  #latest = 0;
   #controller = new AbortController();
 
   /** `base`: an absolute URL with a slash at its end. */
@@ -32,18 +31,20 @@ export class Service {
 
   /** {answer, milliseconds}, or null where a later question was asked since. */
   async rank(question) {
-    const number = this.forget();
+    this.forget();
+    this.#controller = new AbortController();
+    const { signal } = this.#controller;
     const began = performance.now();
     try {
       const answer = await this.#ask("rank", {
         method: "POST",
         body: JSON.stringify(question),
-        signal: this.#controller.signal,
+        signal,
       });
       const milliseconds = performance.now() - began;
-      return number === this.#latest ? { answer, milliseconds } : null;
+      return signal.aborted ? null : { answer, milliseconds };
     } catch (problem) {
-      if (number !== this.#latest) return null;
+      if (signal.aborted) return null;
       throw problem;
     }
   }
@@ -51,8 +52,6 @@ export class Service {
   /** Cancels the question before. */
   forget() {
     this.#controller.abort();
-    this.#controller = new AbortController();
-    return ++this.#latest;
   }
 
   async #ask(path, options) {
