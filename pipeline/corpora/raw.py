@@ -249,10 +249,6 @@ def plain_name(uri: str) -> str:
     return _COMPRESSED_SUFFIX.sub("", storage.name_of(uri))
 
 
-def truncation_note(error: Truncated, number: int, unit: str = "lines") -> str:
-    return f"{error}; its {number:,} whole {unit} are used"
-
-
 def accept_truncated(
     error: Truncated, reading: Reading, notes: list[str], number: int, unit: str = "lines"
 ) -> None:
@@ -260,7 +256,7 @@ def accept_truncated(
     if reading.truncated == "stop":
         advice = "--reading.truncated keep uses what is there"
         raise BadInput(f"{error} after {number:,} whole {unit}; {advice}") from None
-    notes.append(truncation_note(error, number, unit))
+    notes.append(f"{error}; its {number:,} whole {unit} are used")
 
 
 @dataclass

@@ -42,19 +42,27 @@ def run_task(
     number = counter.add(task) if counter else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return _outcome(task)
-    if number > MAX_STARTS:
-        return _outcome(task, failure=DIED)
 
     def do_and_mark() -> TaskRecord:
         record = report.measured(lambda: work(draft, task, row["argument"]))
         draft.mark(task, record)
         return record
 
+    _, outcome = attempt(task, number, do_and_mark, delays_s)
+    return outcome
+
+
+def attempt(
+    task: str, number: int, action: Callable[[], RecordT], delays_s: Sequence[float]
+) -> tuple[RecordT | None, dict[str, Any]]:
+    """(the record that `action` returns, or None; the task's outcome). `number`: of this start, from 1."""
+    if number > MAX_STARTS:
+        return None, _outcome(task, failure=DIED)
     try:
-        cost = with_retries(do_and_mark, delays_s).cost
+        record = with_retries(action, delays_s)
     except Exception as error:
-        return failed_outcome(task, error)
-    return _outcome(task, cost=json.dumps(dataclasses.asdict(cost)))
+        return None, failed_outcome(task, error)
+    return record, _outcome(task, cost=json.dumps(dataclasses.asdict(record.cost)))
 
 
 def failed_outcome(task: str, error: Exception) -> dict[str, Any]:

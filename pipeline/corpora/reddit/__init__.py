@@ -3,8 +3,8 @@
 There are two phases over storage, so that memory is bounded by one bucket of threads, whatever the size of
 the input. `read_dumps` streams each dump file in blocks of lines, parses a block, and files its comments by
 bucket, a hash of the thread. Many blocks are merged (`shuffle`). `build_bucket` is one task per bucket: it
-reads the bucket from all blocks, joins comments to their parents and writes examples. Finished blocks, files
-and buckets are marked, so a job that was killed at any point resumes there.
+reads the bucket from all blocks, joins comments to their parents and writes examples. Finished files and
+buckets are marked: a job that was killed repeats only those that were under way.
 
 The rules (github.com/PolyAI-LDN/conversational-datasets, reddit/create_data.py, 50f626a): a comment whose
 parent is in its thread is a response. The parent is its context, with up to 9 earlier comments. Neither of
@@ -87,14 +87,13 @@ def prepare(
     size = sum(map(storage.size_of, files))
     block_bytes, buckets = _block_bytes_and_buckets(size, options)
 
-    block_records = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
-    raw.check_share(draft, block_records.values(), reading)
-    parts = [name for name in block_records if name.startswith("block")]
-    parts = merge_blocks(draft, parts, buckets)
+    dumps = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
+    blocks = {name: block for dump in dumps for name, block in dump.blocks.items()}
+    records = [*blocks.values(), *dumps]
+    raw.check_share(draft, records, reading)
+    parts = merge_blocks(draft, list(blocks), buckets)
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
     memory = size // buckets * _MEMORY_RATIO
-    bucket_records = run_tasks(
-        draft, tasks, build, "reddit: threads to examples", TaskRecord, memory
-    )
-    return [*block_records.values(), *bucket_records]
+    label = "reddit: threads to examples"
+    return [*records, *run_tasks(draft, tasks, build, label, TaskRecord, memory)]

@@ -19,11 +19,10 @@ from pipeline.config import Stopped
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, partition
-from pipeline.corpora.reddit.partition import read_dumps
+from pipeline.corpora.reddit.partition import DumpRecord, read_dumps
 from pipeline.engine import report
 from pipeline.engine.attempts import failed_outcome
 from pipeline.engine.draft import Draft
-from pipeline.engine.records import TaskRecord
 from pipeline.engine.resources import largest_memory, total_memory
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
@@ -35,17 +34,20 @@ LABEL = "reddit: dump files to threads"
 @pytest.fixture
 def dumps(tmp_path) -> list[str]:
     """Two files of 40 comments each."""
-    files = []
     for name in ("a", "b"):
-        lines = [
-            {"id": f"{name}{number}", "link_id": f"t3_{name}", "parent_id": f"t3_{name}", "score": 1,
-             "body": f"comment {number} of {name}", "author": name, "subreddit": "pics",
-             "permalink": PADDING}
-            for number in range(40)
-        ]  # fmt: skip
-        files.append(tmp_path / name)
-        files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return [str(file) for file in files]
+        write_comments(tmp_path / name)
+    return [str(tmp_path / name) for name in ("a", "b")]
+
+
+def write_comments(file: Path) -> None:
+    name = file.name
+    lines = [
+        {"id": f"{name}{number}", "link_id": f"t3_{name}", "parent_id": f"t3_{name}", "score": 1,
+         "body": f"comment {number} of {name}", "author": name, "subreddit": "pics",
+         "permalink": PADDING}
+        for number in range(40)
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_submissions(file: str) -> None:
@@ -61,16 +63,14 @@ def write_submissions(file: str) -> None:
 
 def read(
     out: Draft, files: list[str], options: Options | None = None, privacy: Privacy = PLAIN
-) -> tuple[dict[str, TaskRecord], report.Stage]:
+) -> tuple[list[DumpRecord], report.Stage]:
     with report.collect_stages() as stages:
-        records = read_dumps(
-            out, files, 2, BLOCK_BYTES, options or Options(), raw.Reading(), privacy
-        )
-    return records, stages[0]
+        dumps = read_dumps(out, files, 2, BLOCK_BYTES, options or Options(), raw.Reading(), privacy)
+    return dumps, stages[0]
 
 
-def comments(records: dict[str, TaskRecord]) -> int:
-    return sum(record.counts.get("records", 0) for record in records.values())
+def comments(dumps: list[DumpRecord]) -> int:
+    return sum(block.counts["records"] for dump in dumps for block in dump.blocks.values())
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
     assert "): its process died 4 times" in message
     assert (tmp_path / "deaths").read_text() == "1"
     # All else is done, and the same command does the rest, though a parser dies once more.
-    assert {task for task in out.finished_tasks() if task.startswith("file")} == {"file-00001"}
+    assert list(out.finished_tasks()) == ["file-00001"]
     capsys.readouterr()
     records, stage = read(out, dumps, privacy=killing_parser)
     assert comments(records) == 80
@@ -174,7 +174,7 @@ def test_files_are_read_side_by_side_within_their_memory_whatever_becomes_of_one
             if stage in ("_read_file", "normalise"):
                 resources = ray.get_runtime_context().get_assigned_resources()
                 Path(folder, stage).write_text(str(resources.get("memory", 0)))
-            if stage == "_read_file" and frame.f_locals["index"] == 0:
+            if stage == "_read_file" and frame.f_locals["file"] == "file-00000":
                 end = time.monotonic() + 60
                 while frame.f_locals["blocks"] == 2 and not Path(folder, "parsed").exists():
                     if time.monotonic() > end:
@@ -202,7 +202,7 @@ def test_files_are_read_side_by_side_within_their_memory_whatever_becomes_of_one
     assert f"1 of 11 tasks failed: file-00002 ({missing}, line 1): FileNotFound" in str(
         stopped.value
     )
-    assert {"file-00000", "file-00001"} <= set(out.finished_tasks())
+    assert list(out.finished_tasks()) == ["file-00000", "file-00001"]
     reader, parser = (float((tmp_path / name).read_text()) for name in ("_read_file", "normalise"))
     half = largest_memory() // 2  # of one node; two files are read at a time
     reader_bytes = (2 << 30) + (100 << 20) + 2 * BLOCK_BYTES
@@ -210,12 +210,28 @@ def test_files_are_read_side_by_side_within_their_memory_whatever_becomes_of_one
     assert parser == pytest.approx(min(half, (100 << 20) + 5 * BLOCK_BYTES), abs=1)
 
 
-def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, actors_in_process):
+def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(
+    out, dumps, actors_in_process, monkeypatch
+):
+    """The same command parses only the dumps that are not done."""
     Path(dumps[0]).unlink()
     with pytest.raises(Stopped) as stopped:
         read(out, dumps)
     assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
-    assert "file-00001" in out.finished_tasks()
+    assert list(out.finished_tasks()) == ["file-00001"]
+    write_comments(Path(dumps[0]))
+    parsed, parse_block = [], partition._parse_block
+
+    def noted(parsing, row):
+        parsed.append(row["task"])
+        return parse_block(parsing, row)
+
+    monkeypatch.setattr(partition, "_parse_block", noted)
+    again, stage = read(out, dumps)
+    assert parsed == list(again[0].blocks)
+    assert list(stage.costs) == [name for dump in again for name in dump.blocks]
+    assert comments(again) == 80
+    assert read(out, dumps) == (again, stage) and len(parsed) == len(again[0].blocks)
 
 
 def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
@@ -228,12 +244,8 @@ def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
             for number in range(1000):
                 task = f"block-00000-{number:06d}"
                 outcome = failed_outcome(task, OSError("no route to host"))
-                yield {
-                    "task": task,
-                    "input": dumps[0],
-                    "file_record": "",
-                    "outcome": json.dumps(outcome),
-                }
+                row = {"task": task, "file": "file-00000", "input": dumps[0], "record": None}
+                yield {**row, "outcome": json.dumps(outcome)}
         finally:
             crashed_hosts_by_task["block-00000-000003"] = ["a host"]
 
