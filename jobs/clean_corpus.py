@@ -31,7 +31,7 @@ class Config:
     """Evaluation sets that train must not share words with: corpora (their valid and test splits), files
     or folders of Parquet (context and response, or text), or plain text with one text a line."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Print sizes, tasks, requests and hours, and write nothing."""
+    """Print sizes, tasks and requests, and write nothing."""
     dedup: options.Options = field(default_factory=options.Options)
     """Duplicates."""
     decontaminate: decontaminate.Options = field(default_factory=decontaminate.Options)

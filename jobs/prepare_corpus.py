@@ -73,7 +73,7 @@ class Config:
     """What to do if the number of examples is not the published one: report it, or refuse the input
     (`published`)."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Print sizes, tasks, requests and hours, and write nothing."""
+    """Print sizes, tasks and requests, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """How much damage in the input is tolerated."""
     reddit: reddit.Options = field(default_factory=reddit.Options, metadata=_for("reddit"))
@@ -222,7 +222,6 @@ def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
         input_bytes=sum(sizes),
         tasks=len(sizes),
         requests=cost.reads(sizes) + 3 * len(sizes),
-        basis=f"no rate is measured for {config.format}",
     )
 
 

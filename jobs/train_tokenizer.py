@@ -26,7 +26,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """What is learnt."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Print sizes and hours, and write nothing."""
+    """Print sizes, and write nothing."""
 
 
 def run(config: Config) -> program.Summary:

@@ -1,7 +1,6 @@
-"""Estimates the cost of a job for `--dry-run`: sizes from listings and manifests, time by measured rates.
+"""Estimates the cost of a job for `--dry-run`: sizes from listings and manifests.
 
-No input is copied. A rate is either measured by the dry run itself, on this machine, or one of
-`MEASURED`; the estimate names which.
+No input is copied. Hours are estimated only where the dry run measures a rate itself, on this machine.
 """
 
 from __future__ import annotations
@@ -12,30 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _RANGE_BYTES = 8 << 20  # one request of `storage.read_ahead`
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Items that one core processes in a second."""
-
-    per_core_s: float
-    source: str
-
-
-_CORPORA = "jobs.benchmark corpora, 2 cores of a cloud CPU"
-_CLEAN = "347,540 Reddit pairs, 2 busy cores of a cloud CPU"
-_FIT = (
-    "102,400 Reddit texts of 28 of 20,000 subwords, vectors of 384 numbers, a core of an AMD EPYC"
-)
-MEASURED = {
-    "reddit comments": Rate(71_000, _CORPORA),
-    "exact duplicates": Rate(95_000, _CLEAN),
-    "evaluation texts": Rate(61_000, _CLEAN),
-    "tokenizer examples": Rate(3_100, "311,291 Reddit pairs of 94 tokens, 2 cores of a cloud CPU"),
-    "near duplicates": Rate(15_000, _CLEAN),
-    "taught texts": Rate(23_000, _FIT),
-    "fitted numbers": Rate(130e6, _FIT),  # numbers of subwords' vectors, in each step of the fit
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +91,6 @@ def measured_here(hours: float, measurement: str, **quantities: Any) -> Estimate
 def reads(sizes: Iterable[int]) -> int:
     """Requests that read files of these sizes from an object store."""
     return sum(max(1, -(-size // _RANGE_BYTES)) for size in sizes)
-
-
-def core_hours(count: float, name: str) -> float:
-    """Core hours for `count` items, by a rate of `MEASURED`."""
-    return count / MEASURED[name].per_core_s / 3600
 
 
 def _text(name: str, value: Any) -> str:

@@ -22,7 +22,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import example_files
 from pipeline.models.convert_rt.folder import save_counts, save_vectors
-from pipeline.models.convert_rt.start import bag_steps, fit_bag, rarity
+from pipeline.models.convert_rt.start import fit_bag, rarity
 from pipeline.models.convert_rt.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
 from pipeline.training.data import (
@@ -111,19 +111,16 @@ def estimate(corpora: Sequence[Artifact], config: TokenizerConfig) -> cost.Estim
     corpus_rows = [sum(entry["rows"] for entry in of_corpus) for of_corpus in entries]
     share = -(-config.max_examples // len(corpora))
     rows = sum(min(share, count) for count in corpus_rows)
-    work: dict[str, float] = {"tokenizer examples": rows}
     memory_bytes = None
     if config.vectors:
         share = _taught_share(share, len(corpora))
         texts = 2 * sum(min(share, count) for count in corpus_rows)
         dimensions = max(map(teacher_dimensions, corpora))
-        numbers = config.vocabulary * dimensions
-        work |= {"taught texts": texts, "fitted numbers": bag_steps(texts) * numbers}
         memory_bytes = (
             _PROCESS_BYTES
             + _EXAMPLE_BYTES * rows
             + _TEXT_BYTES * texts * dimensions
-            + _NUMBER_BYTES * numbers
+            + _NUMBER_BYTES * config.vocabulary * dimensions
         )
     return cost.Estimate(
         input_files=len(sizes),
@@ -132,8 +129,6 @@ def estimate(corpora: Sequence[Artifact], config: TokenizerConfig) -> cost.Estim
         tasks=1,
         requests=cost.reads(sizes),
         memory_bytes=memory_bytes,
-        cpu_hours=sum(cost.core_hours(count, name) for name, count in work.items()),
-        basis="; ".join(dict.fromkeys(cost.MEASURED[name].source for name in work)),
     )
 
 

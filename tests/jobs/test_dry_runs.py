@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +24,6 @@ from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
 from pipeline.training.settings import FinetuneConfig, TeachingConfig, TokenizerConfig
 from tests.helpers import rows_of
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -49,9 +46,9 @@ def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
     assert found["dry_run"] and guess["input_files"] == len(files)
     assert guess["input_bytes"] == sum(file.stat().st_size for file in files)
     assert guess["rows"] == pytest.approx(comments, rel=0.3)
-    assert guess["cpu_hours"] == pytest.approx(guess["rows"] / 71_000 / 3600)
     text = capsys.readouterr().out
-    assert "prepare_corpus: nothing is written" in text and "core hours" in text
+    assert "prepare_corpus: nothing is written" in text and "shuffle" in text
+    assert "cpu_hours" not in guess  # no rate is measured here
 
 
 def test_a_look_at_many_files_is_shown(sample_files, nowhere, monkeypatch, capsys):
@@ -64,23 +61,24 @@ def test_a_look_at_many_files_is_shown(sample_files, nowhere, monkeypatch, capsy
     assert '"stage": "sizes of the input"' in capsys.readouterr().err
 
 
-def test_ten_times_the_dumps_are_ten_times_the_hours():
+def test_ten_times_the_dumps_are_ten_times_the_comments_and_more_requests():
     settings = {"comment_bytes": 600, "ratio": 10, "options": reddit.Options()}
     guess = functools.partial(reddit.estimate, **settings)
     one, ten = guess([10 << 30] * 40), guess([10 << 30] * 400)
-    assert ten.cpu_hours == pytest.approx(10 * one.cpu_hours)
-    assert ten.input_bytes == 10 * one.input_bytes
+    assert (ten.input_bytes, ten.rows) == (10 * one.input_bytes, pytest.approx(10 * one.rows))
     assert ten.requests > ten.tasks > one.tasks
     assert cost.reads([1, 8 << 20, (8 << 20) + 1]) == 4
 
 
-def test_cleaning_costs_what_its_steps_cost(convai2_corpus, nowhere):
+def test_each_step_of_cleaning_reads_the_shards(convai2_corpus, nowhere):
     base = clean_corpus.Config(corpus=convai2_corpus.uri, output=nowhere, dry_run=True)
     found = clean_corpus.run(base)["estimate"]
     rows = convai2_corpus.rows("train/") + convai2_corpus.rows("valid/")
     assert found["rows"] == rows
-    assert found["cpu_hours"] == pytest.approx(rows * (1 / 95_000 + 1 / 61_000 + 1 / 15_000) / 3600)
     assert found["shuffle_bytes"] > 0 and found["tasks"] > 4
+    assert "cpu_hours" not in found  # no rate is measured here
+    exact = replace(base, dedup=replace(base.dedup, near=False))
+    assert clean_corpus.run(exact)["estimate"]["requests"] < found["requests"]
 
 
 def test_tokens_measure_some_rows_here(tiny_ranker, convai2_corpus, nowhere):
@@ -103,7 +101,7 @@ def test_a_tokenizer_learns_from_train_as_far_as_it_is_told(convai2_corpus, nowh
         return train_tokenizer.run(config)["estimate"]
 
     assert estimate(1_000_000)["rows"] == convai2_corpus.rows("train/")
-    assert estimate(31)["cpu_hours"] == pytest.approx(0.01 / 3600)
+    assert estimate(31)["rows"] == 31
 
 
 def test_an_evaluation_measures_a_few_questions_of_each_model(
@@ -213,12 +211,6 @@ def test_scores_measure_a_few_rows_here(tiny_ranker, convai2_corpus, nowhere):
     found = score_candidates.run(config)["estimate"]
     assert found["rows"] == convai2_corpus.rows("train/")
     assert found["cpu_hours"] > 0 and "rows, measured on cpu" in found["basis"]
-
-
-def test_the_rates_are_those_of_the_benchmarks():
-    page = (ROOT / "BENCHMARKS.md").read_text()
-    assert re.search(r"\| `corpora.reddit.comments_per_s`: [^|]+ \| 143,296 comments/s", page)
-    assert cost.MEASURED["reddit comments"].per_core_s == 71_000  # of two cores
 
 
 def test_numbers_are_printed_for_people(capsys):

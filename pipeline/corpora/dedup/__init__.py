@@ -84,12 +84,8 @@ def estimate(
     """
     key_bytes = _key_bytes(rows, options)
     layout = decontaminate.Layout.for_sizes(sum(evaluation_sizes), sum(sizes))
-    steps = {
-        "evaluation texts": bool(evaluation_sizes),
-        "exact duplicates": key_bytes[0] > 0,
-        "near duplicates": key_bytes[1] > 0,
-    }
-    passes = sum(steps.values()) + 1  # each step reads the shards, and so does the one that writes
+    # Each step reads the shards, and so does the one that writes.
+    passes = bool(evaluation_sizes) + sum(size > 0 for size in key_bytes) + 1
     bucket_count = sum(-(-size // _BUCKET_BYTES) for size in key_bytes)
     tasks = passes * len(sizes) + bucket_count
     requests = passes * cost.reads(sizes) + bucket_count * len(sizes)
@@ -104,8 +100,6 @@ def estimate(
         tasks=tasks,
         requests=requests + 2 * tasks,
         shuffle_bytes=sum(key_bytes) + layout.filed_bytes,
-        cpu_hours=sum(cost.core_hours(rows, name) for name, enabled in steps.items() if enabled),
-        basis=cost.MEASURED["near duplicates"].source,
     )
 
 

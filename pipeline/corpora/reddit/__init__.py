@@ -61,20 +61,17 @@ def estimate(
     size = sum(sizes)
     block_bytes, buckets = _block_bytes_and_buckets(size, options)
     blocks = sum(max(1, round(file_size * ratio / block_bytes)) for file_size in sizes)
-    comments = round(size * ratio / comment_bytes)
     shuffle = Shuffle(blocks, buckets)
     shuffled = round(size * _SHUFFLED_SHARE)
     tasks = len(sizes) + blocks + buckets + (shuffle.files if shuffle.is_merged else 0)
     return Estimate(
         input_files=len(sizes),
         input_bytes=size,
-        rows=comments,
+        rows=round(size * ratio / comment_bytes),
         tasks=tasks,
         requests=cost.reads(sizes) + shuffle.requests(shuffled // blocks) + 2 * tasks,
         shuffle_bytes=shuffled * (2 if shuffle.is_merged else 1),
         memory_bytes=size // buckets * _MEMORY_RATIO,
-        cpu_hours=cost.core_hours(comments, "reddit comments"),
-        basis=cost.MEASURED["reddit comments"].source,
     )
 
 

@@ -170,19 +170,6 @@ def _project_out(rows_VD: Tensor, *directions: Tensor) -> None:
         rows_VD -= (rows_VD @ direction_D)[:, None] * direction_D
 
 
-def bag_steps(texts: int) -> int:
-    """Steps in which `fit_bag` reads so many texts."""
-    return _passes(texts) * _batches(texts)
-
-
-def _passes(texts: int) -> int:
-    return max(_PASSES, -(-_LEAST_STEPS // _batches(texts)))
-
-
-def _batches(texts: int) -> int:
-    return max(1, -(-texts // _BATCH))
-
-
 def fit_bag(rows: Sequence[Sequence[int]], teacher_NE: Tensor, log_weight_V: Tensor) -> Tensor:
     """[V, E] float32: vectors whose lengths are the subwords' weights.
 
@@ -196,8 +183,10 @@ def fit_bag(rows: Sequence[Sequence[int]], teacher_NE: Tensor, log_weight_V: Ten
     optimizer = torch.optim.Adam([vectors_VE, log_weight_V], lr=_RATE)
     filled = torch.tensor([number for number, row in enumerate(rows) if row], dtype=torch.long)
     is_found_V = torch.zeros(len(log_weight_V), dtype=torch.bool)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, bag_steps(len(filled)))
-    for _ in range(_passes(len(filled))):
+    batches = max(1, -(-len(filled) // _BATCH))
+    passes = max(_PASSES, -(-_LEAST_STEPS // batches))
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, passes * batches)
+    for _ in range(passes):
         order = torch.randperm(len(filled), generator=generator)
         for numbers in torch.split(filled[order], _BATCH):
             batch = [rows[number] for number in numbers.tolist()]
