@@ -38,31 +38,30 @@ Articles = Callable[[Draft, ParseReport], Iterator[tuple[str, str]]]
 
 def choose_others(
     draft: Draft,
-    articles: Articles,
+    examples: Sequence[TaskRecord],
     count: int,
     privacy: Privacy,
-    held_out: Sequence[str] = (),
+    articles: Articles | None = None,
 ) -> list[TaskRecord]:
     """Writes the others; the record's counts hold `others` and, where they are too few, `others.missing`.
 
-    One task reads all articles and holds `count` of them: some 3 minutes for 5 million. `held_out`:
-    files of the draft whose articles are never taken; needed only where an article can be in two splits.
+    They are chosen from `articles`, or else from the train split of the `examples`, each as its first query
+    leaves it. An article that is in valid or test is never taken. One task reads all articles and holds
+    `count` of them: some 3 minutes for 5 million.
     """
+    if not count:
+        return []
+    paths = sorted(file["path"] for record in examples for file in record.files)
+    train = [path for path in paths if path.startswith("train/")]
+    held_out = [path for path in paths if path.startswith(("valid/", "test/"))]
     work = functools.partial(
-        _choose_others, articles=articles, count=count, privacy=privacy, held_out=held_out
+        _choose_others,
+        articles=articles or (lambda draft, _: _rows(draft, train, "group_id", "response")),
+        count=count,
+        privacy=privacy,
+        held_out=held_out,
     )
     return run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
-
-
-def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:
-    """The files of some splits that the records of tasks name."""
-    paths = [file["path"] for record in records for file in record.files]
-    return sorted(path for path in paths if path.split("/")[0] in splits)
-
-
-def articles_of_shards(files: Sequence[str]) -> Articles:
-    """The articles of files of the draft, each as its first query leaves it."""
-    return lambda draft, _: _rows(draft, files, "group_id", "response")
 
 
 def _choose_others(

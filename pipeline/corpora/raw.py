@@ -31,7 +31,7 @@ from pipeline.engine.records import TaskRecord, sum_counts
 _PIECE_BYTES = 1 << 18  # decompressed at once
 _SAMPLED_BYTES = 4 << 20
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
-_MAX_SAMPLE_CHARACTERS = 2000
+MAX_SAMPLE_CHARACTERS = 2000
 MAX_LINE_BYTES = 10 << 20
 # Stands for a longer line, before its first characters: the rest of it is never held in memory.
 OVERLONG = b"\x00line too long: "
@@ -152,7 +152,7 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
             if open_line_bytes > MAX_LINE_BYTES:
                 data = b"".join(pieces)
                 end = len(data) - open_line_bytes
-                yield data[:end] + OVERLONG + data[end : end + _MAX_SAMPLE_CHARACTERS] + b"\n"
+                yield data[:end] + OVERLONG + data[end : end + MAX_SAMPLE_CHARACTERS] + b"\n"
                 pieces, size, open_line_bytes, skips_line = [], 0, 0, True
             elif size >= block_bytes and size > open_line_bytes:
                 data = b"".join(pieces)
@@ -269,7 +269,7 @@ class Rejects:
     def add(self, reason: str, file: str, line: int, text: str) -> None:
         self.counts[reason] += 1
         if self.counts[reason] <= MAX_SAMPLES:
-            excerpt = text[:_MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
+            excerpt = text[:MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
             self.samples.append({"reason": reason, "file": file, "line": line, "text": excerpt})
 
     @classmethod

@@ -8,7 +8,7 @@ what is not UTF-8 behind it is damage, which is marked so that the reader sets i
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pipeline.config import BadInput
 from pipeline.corpora import file_kinds, raw
@@ -27,17 +27,31 @@ def lines(
 ) -> Iterator[tuple[int, str]]:
     """(line number from 1, text without its line end) of a whole file, without a byte order mark.
 
-    `option` sets the encoding; "": nothing does. Raises BadInput for a file in another encoding, and as
-    `raw.read_lines` for a truncated stream.
+    A line over 10 MiB is replaced by `raw.OVERLONG` and its beginning. `option` sets the encoding; "":
+    nothing does. Raises BadInput for a file in another encoding, and as `raw.read_lines` for a truncated
+    stream.
     """
-    utf8 = codecs.lookup(encoding).name == "utf-8"
-    decoded_lines = _utf8_lines(uri, option) if utf8 else _decoded_lines(uri, encoding, option)
     number = 0
     try:
-        for number, line in enumerate(decoded_lines, start=1):
+        for number, line in enumerate(_split_lines(pieces(uri, encoding, option)), start=1):
             yield number, line.lstrip("\ufeff").removesuffix("\r")
     except raw.Truncated as error:
         raw.accept_truncated(error, reading, notes, number)
+
+
+def _split_lines(text_pieces: Iterable[str]) -> Iterator[str]:
+    text, skips_line = "", False
+    for piece in text_pieces:
+        *whole_lines, text = (text + piece).split("\n")
+        if skips_line:  # the rest of a line that is too long
+            text, skips_line = (text, False) if whole_lines else ("", True)
+            whole_lines = whole_lines[1:]
+        yield from whole_lines
+        if len(text) > raw.MAX_LINE_BYTES:
+            yield raw.OVERLONG.decode() + text[: raw.MAX_SAMPLE_CHARACTERS]
+            text, skips_line = "", True
+    if text := text.rstrip("\0"):  # as behind a compressed stream
+        yield text
 
 
 def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
@@ -45,17 +59,9 @@ def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
 
     Raises BadInput for a file in another encoding, and Truncated as `raw.read_decompressed`.
     """
-    name = codecs.lookup(encoding).name
-    is_utf8 = name == "utf-8"
-    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape" if is_utf8 else "strict")
-    number, is_sure = 1, not is_utf8
+    number, is_sure = 1, codecs.lookup(encoding).name != "utf-8"
     try:
-        for place, data in enumerate(raw.slices(raw.read_decompressed(uri))):
-            if place == 0 and is_utf8:
-                file_kinds.require_narrow(uri, data, option)
-            elif place == 0 and not name.startswith("utf"):
-                _require_other(uri, data, option)
-            text = decoder.decode(data)
+        for text in raw.with_line_feeds(_decoded(uri, encoding, option)):
             if not is_sure and not text.isascii():
                 first = _first_letter(text)
                 if is_damaged(text[first]):
@@ -66,10 +72,22 @@ def pieces(uri: str, encoding: str, option: str) -> Iterator[str]:
                 is_sure = True
             number += text.count("\n")
             yield text
-        yield decoder.decode(b"", final=True)
     except UnicodeError as error:
         raise BadInput(f"{uri}: line {number} and what follows is not in --{option} {encoding} "
                        f"({error})") from None  # fmt: skip
+
+
+def _decoded(uri: str, encoding: str, option: str) -> Iterator[str]:
+    name = codecs.lookup(encoding).name
+    errors = "surrogateescape" if name == "utf-8" else "strict"
+    decoder = codecs.getincrementaldecoder(encoding)(errors)
+    for place, data in enumerate(raw.slices(raw.read_decompressed(uri))):
+        if place == 0 and name == "utf-8":
+            file_kinds.require_narrow(uri, data, option)
+        elif place == 0 and not name.startswith("utf"):
+            _require_other(uri, data, option)
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
 
 
 def _require_other(uri: str, data: bytes, option: str) -> None:
@@ -89,36 +107,3 @@ def _first_letter(text: str) -> int:
 def is_damaged(line: str) -> bool:
     """Whether the line has bytes that are not UTF-8."""
     return not line.isascii() and not raw.is_text(line)
-
-
-def _utf8_lines(uri: str, option: str) -> Iterator[str]:
-    number, is_utf8 = 0, False
-    for block in raw.line_blocks(uri, 1 << 24):
-        if number == 0:
-            file_kinds.require_narrow(uri, block, option)
-        for data in block.removesuffix(b"\n").split(b"\n"):
-            number += 1
-            try:
-                line = data.decode()
-                is_utf8 = is_utf8 or not line.isascii()
-            except UnicodeDecodeError:
-                line = data.decode(errors="surrogateescape")
-                if not is_utf8 and is_damaged(line[_first_letter(line)]):
-                    raise file_kinds.not_utf8(uri, number, data, option) from None
-                is_utf8 = True
-            yield line
-
-
-def _decoded_lines(uri: str, encoding: str, option: str) -> Iterator[str]:
-    text, number = "", 0
-    for piece in raw.with_line_feeds(pieces(uri, encoding, option)):
-        text += piece
-        if len(text) > raw.MAX_LINE_BYTES and "\n" not in text:
-            raise BadInput(
-                f"{uri}: line {number + 1} is over 10 MiB; --{option} {encoding} may be wrong"
-            )
-        *lines, text = text.split("\n")
-        number += len(lines)
-        yield from lines
-    if text:
-        yield text

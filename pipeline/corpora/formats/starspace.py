@@ -51,16 +51,11 @@ def prepare(
         draft, [uri for uri in uris if uri not in base_files], parse_file, EXAMPLE, reading, privacy,
         "starspace: articles to examples", articles.ROWS_PER_SHARD,
     )  # fmt: skip
-    if options.others:
-        train = fixed_candidates.articles_of_shards(fixed_candidates.shards_of(records, "train"))
-        published = functools.partial(
-            _base_articles, uris=base_files, reading=reading, options=options
-        )
-        held_out = fixed_candidates.shards_of(records, "valid", "test")
-        source = published if base_files else train
-        others = fixed_candidates.choose_others(draft, source, options.others, privacy, held_out)
-        return [*records, *others]
-    return records
+    published = functools.partial(_base_articles, uris=base_files, reading=reading, options=options)
+    others = fixed_candidates.choose_others(
+        draft, records, options.others, privacy, published if base_files else None
+    )
+    return [*records, *others]
 
 
 def parse(

@@ -52,11 +52,8 @@ def prepare(
     records = file_tasks.prepare(
         draft, parts, parse_part, _SCHEMA, reading, privacy, label, articles.ROWS_PER_SHARD
     )
-    if options.task == "search" and options.others:
-        train = fixed_candidates.articles_of_shards(fixed_candidates.shards_of(records, "train"))
-        others = fixed_candidates.choose_others(draft, train, options.others, privacy)
-        return [*records, *others]
-    return records
+    count = options.others if options.task == "search" else 0
+    return [*records, *fixed_candidates.choose_others(draft, records, count, privacy)]
 
 
 def parse(

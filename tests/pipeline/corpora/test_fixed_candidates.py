@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,23 +9,21 @@ import pytest
 from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
 from pipeline.engine.draft import Draft
+from pipeline.engine.records import TaskRecord
 from pipeline.pools.embed import EmbedConfig
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")  # tasks run in this process
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 
 
-def write(out: Draft, name: str, rows: list[tuple[str, str]]) -> str:
+def write(out: Draft, name: str, rows: list[tuple[str, str]]) -> TaskRecord:
     ids, texts = zip(*rows, strict=True) if rows else ((), ())
     columns = {"group_id": pa.array(ids, pa.string()), "response": pa.array(texts, pa.string())}
-    out.write_table(name, pa.table(columns))
-    return name
+    return TaskRecord(files=[out.write_table(name, pa.table(columns))])
 
 
-def choose_others(out: Draft, files: list[str], wanted: int, privacy: Privacy = PLAIN, **more: Any):
-    (record,) = fixed_candidates.choose_others(
-        out, fixed_candidates.articles_of_shards(files), wanted, privacy, **more
-    )
+def choose_others(out: Draft, examples: list[TaskRecord], wanted: int, privacy: Privacy = PLAIN):
+    (record,) = fixed_candidates.choose_others(out, examples, wanted, privacy)
     rows = [
         row for entry in record.files for row in pq.read_table(out.path(entry["path"])).to_pylist()
     ]
@@ -56,7 +53,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(out):
     again = [(name, "the same article again") for name, _ in ARTICLES]
     files = [write(out, f"train/{n}.parquet", rows) for n, rows in enumerate((ARTICLES, again))]
     held = write(out, "test/0.parquet", [(name, "") for name in held_out])
-    rows, record = choose_others(out, files, 600, held_out=[held])
+    rows, record = choose_others(out, [*files, held], 600)
     expected = smallest({name for name, _ in ARTICLES}, 500)[3:]
     assert [(row["id"], row["text"]) for row in rows] == [(n, f"text of {n}") for n in expected]
     assert record.counts == {"others": 497, "others.missing": 103}
