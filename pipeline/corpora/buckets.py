@@ -39,11 +39,6 @@ def write(
     """
     if bucket_of_row is None:
         bucket_of_row = np.zeros(rows.num_rows, np.int64)
-    storage.write_bytes(draft.path(_FOLDER, name), encode(rows, bucket_of_row, bucket_count))
-
-
-def encode(rows: pa.Table, bucket_of_row: Ints, bucket_count: int) -> bytes:
-    """The contents of a file."""
     order = np.argsort(bucket_of_row, kind="stable")
     ends = np.searchsorted(bucket_of_row[order], np.arange(bucket_count), side="right")
     rows = rows.take(pa.array(order)).combine_chunks()
@@ -60,7 +55,8 @@ def encode(rows: pa.Table, bucket_of_row: Ints, bucket_count: int) -> bytes:
             size = streams[-1].size
         offsets[bucket + 1] = offsets[bucket] + size
         start = end
-    return b"".join([offsets.astype("<i8").tobytes(), *streams])
+    data = b"".join([offsets.astype("<i8").tobytes(), *streams])
+    storage.write_bytes(draft.path(_FOLDER, name), data)
 
 
 def read(draft: Draft, names: Iterable[str], bucket: int, schema: pa.Schema) -> pa.Table:

@@ -43,8 +43,14 @@ def read_rows(
         if len(places_in_file):
             parts.append((storage.join(corpus.uri, path), places_in_file))
         file_start = file_end
-    tables = map_prefetched(lambda part: _read_places(*part, columns), parts)
-    rows: list[DrawnRow] = [row for table in tables for row in table.to_pylist()]
+
+    def read(part: tuple[str, Ints]) -> list[DrawnRow]:
+        uri, places_in_file = part
+        with open_parquet(uri) as file:
+            rows: list[DrawnRow] = read_places(file, places_in_file, columns).to_pylist()
+            return rows
+
+    rows = [row for rows in map_prefetched(read, parts) for row in rows]
     return [rows[index] for index in np.argsort(order)]
 
 
@@ -58,15 +64,14 @@ def open_parquet(uri: str) -> pq.ParquetFile:
         raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
 
 
-def _read_places(uri: str, places: Ints, columns: list[str] | None) -> pa.Table:
+def read_places(file: pq.ParquetFile, places: Ints, columns: list[str] | None) -> pa.Table:
     """The rows of a file at ascending places."""
-    with open_parquet(uri) as file:
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        ends = np.cumsum(sizes)
-        group_of_place = np.searchsorted(ends, places, side="right")
-        groups = np.unique(group_of_place)
-        # Where each group that is read begins in the table, less where it begins in the file.
-        ends_in_table = np.cumsum(np.asarray(sizes)[groups])
-        shift = ends_in_table - ends[groups]
-        table = file.read_row_groups(groups.tolist(), columns=columns)
-        return table.take(pa.array(places + shift[np.searchsorted(groups, group_of_place)]))
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    ends = np.cumsum(sizes)
+    group_of_place = np.searchsorted(ends, places, side="right")
+    groups = np.unique(group_of_place)
+    # Where each group that is read begins in the table, less where it begins in the file.
+    ends_in_table = np.cumsum(np.asarray(sizes)[groups])
+    shift = ends_in_table - ends[groups]
+    table = file.read_row_groups(groups.tolist(), columns=columns)
+    return table.take(pa.array(places + shift[np.searchsorted(groups, group_of_place)]))

@@ -61,12 +61,13 @@ class ParseReport:
         A file (`input`) without records is noted."""
         if not self.records and (uri := fields.get("input")):
             self.notes.append(f"{uri}: holds no records")
-        rejects = raw.Rejects.joined(self.malformed, self.dropped)
+        counts = self.malformed.counts + self.dropped.counts
+        rejects = raw.Rejects(counts, self.malformed.samples + self.dropped.samples)
         rejects.save(draft, task, privacy)
         reported = {
             "counts": {"records": self.records, **self.counts},
             "malformed": dict(self.malformed.counts),
-            "dropped": dict(rejects.counts),
+            "dropped": dict(counts),
             "notes": self.notes,
         }
         return kind(**{**reported, **fields})

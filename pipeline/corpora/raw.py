@@ -272,10 +272,6 @@ class Rejects:
             excerpt = text[:MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
             self.samples.append({"reason": reason, "file": file, "line": line, "text": excerpt})
 
-    @classmethod
-    def joined(cls, one: Rejects, other: Rejects) -> Rejects:
-        return cls(one.counts + other.counts, one.samples + other.samples)
-
     def save(self, draft: Draft, task: str, privacy: Privacy | None = None) -> None:
         """Writes the samples, redacted as `privacy` says."""
         if not self.samples:

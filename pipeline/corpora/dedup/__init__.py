@@ -27,7 +27,7 @@ from pipeline.artifact import Artifact, FileEntry
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
-from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, keep_mask, read_drops, shards_of
+from pipeline.corpora.dedup.examples import COMPARED, CorpusFile, DedupPlan, keep_mask, read_drops
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
@@ -47,25 +47,27 @@ def clean(
     decontamination: decontaminate.Options,
 ) -> Sequence[TaskRecord]:
     """Fills the draft; returns the records of its tasks."""
-    train = sum(
-        entry["bytes"] for entry in example_files(corpus) if entry["path"].startswith("train/")
-    )
-    layout = decontaminate.layout_of(sets, train)
+    shards = example_files(corpus)
+    train_bytes = sum(entry["bytes"] for entry in shards if entry["path"].startswith("train/"))
+    evaluation_bytes = sum(storage.size_of(uri) for one in sets for uri in one.files)
+    layout = decontaminate.Layout.for_sizes(evaluation_bytes, train_bytes)
     has_ngrams = decontaminate.build_index(draft, sets, layout, decontamination)
-    plan = _plan(corpus, options, layout.bucket_count if has_ngrams else 0)
+    key_bytes = _key_bytes(sum(entry["rows"] for entry in shards), options)
+    plan = DedupPlan(
+        tuple(
+            CorpusFile(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
+            for entry in shards
+        ),
+        options,
+        layout.bucket_count if has_ngrams else 0,
+        *(-(-size // _BUCKET_BYTES) for size in key_bytes),
+    )
     records = decontaminate.drop(draft, plan, sets, layout, decontamination) if has_ngrams else []
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
     records += run_tasks(draft, plan.tasks("write"), write, "write", TaskRecord)
     return [*records, TaskRecord(files=_copy_others(draft, corpus))]
-
-
-def _plan(corpus: Artifact, options: Options, contaminated_buckets: int) -> DedupPlan:
-    files = shards_of(corpus)
-    exact_bytes, near_bytes = _key_bytes(sum(shard.rows for shard in files), options)
-    buckets = [-(-size // _BUCKET_BYTES) for size in (exact_bytes, near_bytes)]
-    return DedupPlan(files, options, contaminated_buckets, *buckets)
 
 
 def _key_bytes(examples: int, options: Options) -> tuple[int, int]:

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import storage
 from pipeline.arrays import Bools, Ints
 from pipeline.config import BadInput, require
 from pipeline.corpora import buckets
@@ -156,13 +155,6 @@ class Filter:
         places = self.layout.filter_places(hashes)
         is_set: Bools = (self.bits[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
         return is_set
-
-
-def layout_of(sets: Sequence[EvaluationSet], train_bytes: int) -> Layout:
-    """`train_bytes`: of the stored files of train."""
-    return Layout.for_sizes(
-        sum(storage.size_of(uri) for evaluation in sets for uri in evaluation.files), train_bytes
-    )
 
 
 def drop(

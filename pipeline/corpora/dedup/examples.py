@@ -12,11 +12,9 @@ import pyarrow.parquet as pq
 
 from pipeline import storage
 from pipeline.arrays import Bools, Ints
-from pipeline.artifact import Artifact
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.corpora.dedup.options import Options
-from pipeline.corpora.schema import example_files
 from pipeline.engine.draft import Draft
 
 COMPARED = ["example_id", "context", "response"]
@@ -77,13 +75,6 @@ class DedupPlan:
             for number, shard in enumerate(self.shards)
             if shard.name.startswith(split)
         }
-
-
-def shards_of(corpus: Artifact) -> tuple[CorpusFile, ...]:
-    return tuple(
-        CorpusFile(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
-        for entry in example_files(corpus)
-    )
 
 
 def bucket_tasks(stage: str, count: int) -> dict[str, int]:

@@ -113,16 +113,15 @@ def parse(
     if file_kinds.named_table(name):
         raise BadInput(f"{uri}: has the name of a table; {_ALLOWED}")
     earlier = deque[str](maxlen=options.earlier_lines + 1)
-    part, split, layout = "", "", _LayoutCheck(uri)
+    part, split = "", ""
     bounds = (options.min_characters, options.max_characters)
-    for number, line in raw.read_lines(uri, reading, report.notes):
+    for number, line in _raw_text(uri, raw.read_lines(uri, reading, report.notes)):
         index, place = divmod(number - 1, options.lines_per_part or sys.maxsize)
         if place == 0:
             part = f"{name}-{_letters(index)}" if options.lines_per_part else name
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         report.records += 1
-        layout.add(number, line)
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             report.malformed.add("line too long", uri, number, line)
             continue
@@ -151,39 +150,29 @@ def parse(
                 "split": split,
             }
         earlier.append(text)
-    layout.finish()
 
 
-class _LayoutCheck:
-    """Refuses subtitles in another layout, by the first lines of a file that have text."""
+def _raw_text(uri: str, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """The lines. Raises BadInput for subtitles in another layout, by the first lines that have text."""
 
-    def __init__(self, uri: str) -> None:
-        self._uri, self._text_lines = uri, 0
-        self._numbered = list[tuple[int, str]]()
-
-    def add(self, number: int, line: str) -> None:
-        """Takes the next line of the file. Raises BadInput."""
-        self._text_lines += bool(line.strip())
-        if self._text_lines > _LAYOUT_LINES:
-            self.finish()
-            return
-        is_tsv = self._text_lines == 1 and "\t" in line.strip()
-        if is_tsv or _OTHER_LAYOUT.search(line):
-            raise self._refusal(number, line)
-        if _NUMBERED.search(line):
-            self._numbered.append((number, line))
-
-    def finish(self) -> None:
-        """Raises BadInput if many of the first lines are numbered."""
-        many = _MANY_NUMBERED * min(self._text_lines, _LAYOUT_LINES)
-        if len(self._numbered) >= max(_LEAST_NUMBERED, many):
-            raise self._refusal(*self._numbered[0])
-
-    def _refusal(self, number: int, line: str) -> BadInput:
+    def refusal(number: int, line: str) -> BadInput:
         layout = "subtitles with time codes, XML or a table"
-        return BadInput(
-            f"{self._uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}"
-        )
+        return BadInput(f"{uri}, line {number}: {line.strip()[:40]!r} is of {layout}; {_ALLOWED}")
+
+    text_lines, numbered = 0, list[tuple[int, str]]()
+    for number, line in lines:
+        if text_lines < _LAYOUT_LINES and line.strip():
+            text_lines += 1
+            is_tsv = text_lines == 1 and "\t" in line.strip()
+            if is_tsv or _OTHER_LAYOUT.search(line):
+                raise refusal(number, line)
+            if _NUMBERED.search(line):
+                numbered.append((number, line))
+        if len(numbered) >= max(_LEAST_NUMBERED, _MANY_NUMBERED * _LAYOUT_LINES):
+            break
+        yield number, line
+    if len(numbered) >= max(_LEAST_NUMBERED, _MANY_NUMBERED * text_lines):
+        raise refusal(*numbered[0])
 
 
 def clean(line: str) -> str:

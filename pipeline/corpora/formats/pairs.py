@@ -19,7 +19,7 @@ import json
 import os.path
 import posixpath
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -188,10 +188,13 @@ def prepare(
     paths = [storage.without_query(uri).removeprefix(root) for uri in uris]
     split_counts = Counter(split for path in paths if (split := _split_of_file(path, options)))
     shards = [draft.path(file["path"]) for record in records for file in record.files]
-    if options.id_column and shards:
-        _check_ids(shards, options)
-    if options.group_column and shards and (options.split_column or split_counts):
-        _check_groups(shards, options)
+    if options.id_column and (repeated := _repeated_value(shards, "example_id")):
+        raise BadInput(f"pairs.id_column {options.id_column}: {repeated!r} is the id of several rows; "
+                       "allowed: ids that differ")  # fmt: skip
+    may_cross_splits = options.group_column and (options.split_column or split_counts)
+    if may_cross_splits and (repeated := _repeated_value(shards, "group_id", in_two_splits=True)):
+        raise BadInput(f"pairs.group_column {options.group_column}: {repeated!r} is in several splits; "
+                       "allowed: groups that lie within one")  # fmt: skip
     notes = [
         f"pairs: {number:,} of {len(uris):,} files are {split} by their names (pairs.split_by)"
         for split, number in sorted(split_counts.items())
@@ -374,31 +377,15 @@ def _whole_number(value: object, column: str) -> int:
     return int(match[1])
 
 
-# ---------------------------------------------------------------------------------------------------
-# Checks across rows, with 8 bytes of memory for each row
-
-
-def _check_ids(shards: list[str], options: Options) -> None:
-    hashes = [hashing.text_hashes(_column(shard, "example_id")) for shard in shards]
-    if repeated_id := _repeated_value(hashes, shards, "example_id"):
-        raise BadInput(f"pairs.id_column {options.id_column}: {repeated_id!r} is the id of several rows; "
-                       "allowed: ids that differ")  # fmt: skip
-
-
-def _check_groups(shards: list[str], options: Options) -> None:
-    hashes_of_split = dict[str, list[Hashes]]()
+def _repeated_value(shards: list[str], column: str, in_two_splits: bool = False) -> str | None:
+    """A value of the column that occurs twice, or in two splits. A row takes 8 bytes of memory."""
+    hashes_of_split = defaultdict[str, list[Hashes]](list)
     for shard in shards:
-        hashes = hashing.text_hashes(_column(shard, "group_id"))
-        hashes_of_split.setdefault(storage.name_of(storage.parent_of(shard)), []).append(hashes)
-    unique_hashes = [np.unique(np.concatenate(hashes)) for hashes in hashes_of_split.values()]
-    if repeated_group := _repeated_value(unique_hashes, shards, "group_id"):
-        raise BadInput(f"pairs.group_column {options.group_column}: {repeated_group!r} is in several splits; "
-                       "allowed: groups that lie within one")  # fmt: skip
-
-
-def _repeated_value(hashes: list[Hashes], shards: list[str], column: str) -> str | None:
-    """The first value of the column whose hash occurs twice."""
-    sorted_hashes = np.sort(np.concatenate(hashes))
+        split = storage.name_of(storage.parent_of(shard))
+        hashes_of_split[split].append(hashing.text_hashes(_column(shard, column)))
+    hashes = [np.concatenate(parts) for parts in hashes_of_split.values()]
+    hashes = list(map(np.unique, hashes)) if in_two_splits else hashes
+    sorted_hashes = np.sort(np.concatenate([np.zeros(0, np.uint64), *hashes]))
     repeated_hashes = sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]]
     if not len(repeated_hashes):
         return None

@@ -246,69 +246,52 @@ def csv_records(
     of a long text are none. Samples hold no content.
     """
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    reader = _CsvReader(lines, delimiter, quotes)
-    for number, fields, fault, detail in iter(reader.read, None):
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    parse = functools.partial(csv.reader, delimiter=delimiter, quoting=quoting, strict=True)
+    unread, to_read_again = iter(lines), deque[tuple[int, str]]()
+    record_lines, columns = list[tuple[int, str]](), 0
+
+    def text() -> Iterator[str]:
+        while line := to_read_again.popleft() if to_read_again else next(unread, None):
+            record_lines.append(line)
+            yield line[1] + "\n"
+
+    records = parse(text())
+    while True:
+        record_lines.clear()
+        fields, fault, detail, has_joined_lines = list[str](), "", "", False
+        try:
+            fields = next(records, [])
+        except csv.Error as error:
+            fault, detail = f"not CSV: {error}", _size_of_line(record_lines[0][1])
+            has_joined_lines = True
+        if not record_lines:
+            return
+        (number, _), *others = record_lines
+        if not fault and (damaged := next((line for _, line in record_lines if _fault(line)), "")):
+            fault, detail = _fault(damaged), _size_of_line(damaged)
+        elif fields and columns and len(fields) != columns:
+            fault = "more or fewer fields than columns"
+            detail = f"{len(fields)} fields, {columns} columns"
+            records_among = sum(_count_fields(parse, line) in (0, columns) for _, line in others)
+            has_joined_lines = 2 * records_among > len(others)
+        if has_joined_lines:  # the record is its first line alone
+            to_read_again.extendleft(reversed(others))
+            records = parse(text())
         if fault:
             report.records += 1
             report.malformed.add(fault, uri, number, detail)
         elif fields:
+            columns = columns or len(fields)
             yield number, fields
 
 
-class _CsvReader:
-    """Reads records of CSV, and knows the lines of the last one, so that they can be read again."""
-
-    def __init__(self, lines: Lines, delimiter: str, quotes: bool) -> None:
-        self._unread, self._again = iter(lines), deque[tuple[int, str]]()
-        self._lines = list[tuple[int, str]]()
-        self._columns = 0
-        self._parse = functools.partial(
-            csv.reader,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
-            strict=True,
-        )
-        self._records = self._parse(self._text())
-
-    def read(self) -> tuple[int, list[str], str, str] | None:
-        """(first line, fields, fault, detail) of the next record; None: there is none. Fault: why it is set
-        aside; "": it is not, and is blank if it has no fields."""
-        self._lines.clear()
-        try:
-            fields = next(self._records, None)
-        except csv.Error as error:
-            number, line = self._lines[0]
-            self._read_again()
-            return number, [], f"not CSV: {error}", _size_of_line(line)
-        if fields is None:
-            return None
-        number, _ = self._lines[0]
-        if damaged_line := next((line for _, line in self._lines if _fault(line)), ""):
-            return number, fields, _fault(damaged_line), _size_of_line(damaged_line)
-        if self._columns > 0 and len(fields) not in (0, self._columns):
-            others = [line for _, line in self._lines[1:]]
-            if 2 * sum(map(self._is_record, others)) > len(others):
-                self._read_again()
-            detail = f"{len(fields)} fields, {self._columns} columns"
-            return number, fields, "more or fewer fields than columns", detail
-        self._columns = self._columns or len(fields)
-        return number, fields, "", ""
-
-    def _text(self) -> Iterator[str]:
-        while line := self._again.popleft() if self._again else next(self._unread, None):
-            self._lines.append(line)
-            yield line[1] + "\n"
-
-    def _is_record(self, line: str) -> bool:
-        try:
-            return len(next(self._parse([line]), [])) in (0, self._columns)
-        except csv.Error:
-            return False
-
-    def _read_again(self) -> None:
-        """The last record is its first line alone, and the others are read again."""
-        self._again.extendleft(reversed(self._lines[1:]))
-        self._records = self._parse(self._text())
+def _count_fields(parse: Callable[[list[str]], Iterator[list[str]]], line: str) -> int:
+    """The number of fields of a line that is a record; -1: it is none."""
+    try:
+        return len(next(parse([line]), []))
+    except csv.Error:
+        return -1
 
 
 def _fault(line: str) -> str:

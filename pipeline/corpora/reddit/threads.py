@@ -141,9 +141,7 @@ def build_examples(
         response = response[is_in_language]
 
     rejects = _rejects(comments, code, task)
-    hashes = (
-        thread_hashes(thread.take(pa.array(response))) if len(response) else np.zeros(0, np.int64)
-    )
+    hashes = thread_hashes(thread.take(pa.array(response)))
     splits = np.array(split_of(hashes, options.train_share), np.str_)
     ends = [BY_EXCLUDED_AUTHOR, *([DELETED] if options.layout == "dialogue" else [])]
     is_end = np.isin(comments["ruled_out"].to_numpy(), ends)

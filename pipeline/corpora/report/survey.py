@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,7 +20,8 @@ from pipeline import storage
 from pipeline.arrays import GOLDEN, Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.corpora.drawn_rows import open_parquet, read_rows
+from pipeline.corpora.dedup.hashing import Hashes, text_hashes
+from pipeline.corpora.drawn_rows import open_parquet, read_places, read_rows
 from pipeline.corpora.schema import EXAMPLE, SPLITS, example_files
 
 _BLOCK_ROWS = 2048  # read at once: a row group of a corpus
@@ -30,7 +30,6 @@ _TOP = 15
 _REJECTS = 3  # shown for each reason
 _REJECT_FILES = 100
 
-Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 Ranked = list[tuple[str, int]]
 
 
@@ -187,8 +186,8 @@ def _measure(rows: pa.Table) -> _BlockMeasures:
         "response characters": pc.utf8_length(response),
         "response words": pc.count_substring_regex(response, r"\S+"),
     }
-    response_hash = _hash(response)
-    pair_hash = _hash(context) * GOLDEN ^ response_hash
+    response_hash = text_hashes(response)
+    pair_hash = text_hashes(context) * GOLDEN ^ response_hash
     return _BlockMeasures(
         {name: values.to_numpy().astype(np.int64) for name, values in lengths.items()},
         response_hash,
@@ -199,12 +198,6 @@ def _measure(rows: pa.Table) -> _BlockMeasures:
             if name not in ("context", "response")
         },
     )
-
-
-def _hash(texts: pa.Array) -> Hashes:
-    """64 bits each; among a billion texts, two that differ and look alike have odds of 1 in 37."""
-    hashes: Hashes = pd.util.hash_array(texts.to_numpy(zero_copy_only=False))
-    return hashes
 
 
 def _measure_blocks(
@@ -228,13 +221,7 @@ def _measure_blocks(
 
 
 def _read_block(file: pq.ParquetFile, block: Block, columns: list[str]) -> pa.Table:
-    """The rows of a block, from the row groups that hold them."""
-    sizes = [file.metadata.row_group(place).num_rows for place in range(file.num_row_groups)]
-    ends = np.cumsum(sizes)
-    first = int(np.searchsorted(ends, block.start, side="right"))
-    last = int(np.searchsorted(ends, block.start + block.rows, side="left"))
-    rows = file.read_row_groups([*range(first, last + 1)], columns=columns)
-    return rows.slice(block.start - int(ends[first] - sizes[first]), block.rows)
+    return read_places(file, np.arange(block.start, block.start + block.rows), columns)
 
 
 def _text_columns(uri: str) -> list[str]:
