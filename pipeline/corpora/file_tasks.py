@@ -32,6 +32,7 @@ _CHARACTERS_PER_SHARD = 1 << 28
 _DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md|dataset_(dict|infos?)\.json", re.IGNORECASE)
 
 ParsedRow = dict[str, Any]
+"""The columns of an example; those that are not there, such as `candidates`, are null."""
 
 
 class Malformed(Exception):

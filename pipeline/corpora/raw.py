@@ -136,35 +136,31 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     Of a file without line feeds, carriage returns end the lines. A line over 10 MiB is replaced by
     `OVERLONG` and its beginning. Zeros at the end are left out. Raises Truncated after the last whole line.
     """
-    pieces: list[bytes] = []  # whole lines, then the beginning of one
-    size, open_line_bytes, skips_line = 0, 0, False
+    block, skips_line = bytearray(), False  # whole lines, then the beginning of one
+
+    def take(end: int) -> bytes:
+        lines = bytes(memoryview(block)[:end])
+        del block[:end]
+        return lines
+
     try:
         for piece in with_line_feeds(slices(read_decompressed(uri))):
             if skips_line:  # the rest of a line that is too long
-                start = piece.find(b"\n") + 1
-                if not start:
-                    continue
-                piece, skips_line = piece[start:], False
-            pieces.append(piece)
-            size += len(piece)
-            last = piece.rfind(b"\n") + 1
-            open_line_bytes = len(piece) - last if last else open_line_bytes + len(piece)
-            if open_line_bytes > MAX_LINE_BYTES:
-                data = b"".join(pieces)
-                end = len(data) - open_line_bytes
-                yield data[:end] + OVERLONG + data[end : end + MAX_SAMPLE_CHARACTERS] + b"\n"
-                pieces, size, open_line_bytes, skips_line = [], 0, 0, True
-            elif size >= block_bytes and size > open_line_bytes:
-                data = b"".join(pieces)
-                end = len(data) - open_line_bytes
-                yield data[:end]
-                pieces, size = [data[end:]], open_line_bytes
+                _, feed, piece = piece.partition(b"\n")
+                skips_line = not feed
+            block += piece
+            end = block.rfind(b"\n") + 1
+            if len(block) - end > MAX_LINE_BYTES:
+                yield take(end) + OVERLONG + block[:MAX_SAMPLE_CHARACTERS] + b"\n"
+                block.clear()
+                skips_line = True
+            elif end and len(block) >= block_bytes:
+                yield take(end)
     except Truncated:
-        data = b"".join(pieces)
-        if end := data.rfind(b"\n") + 1:
-            yield data[:end]
+        if end := block.rfind(b"\n") + 1:
+            yield take(end)
         raise
-    if data := b"".join(pieces).rstrip(b"\0"):  # as behind a compressed stream
+    if data := bytes(block.rstrip(b"\0")):  # as behind a compressed stream
         yield data
 
 

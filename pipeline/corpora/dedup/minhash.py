@@ -117,21 +117,16 @@ def candidate_pairs(keys: Hashes, ties: Hashes) -> tuple[Ints, Ints]:
 
 def similarities(sets: Tokens, first: Ints, second: Ints) -> Floats:
     """The Jaccard similarity of sets first[i] and second[i] (`distinct_tokens`); 1 if both are empty."""
-    chunks = [np.zeros(0)]
+    from scipy.sparse import csr_array
+
     size = sets.counts
     _, ranks = np.unique(sets.hashes, return_inverse=True)
-    members = (np.repeat(np.arange(len(size)), size) << 32) + ranks  # sorted, as the sets are
+    ones = np.ones(len(ranks), np.int32)
+    members: Any = csr_array((ones, ranks, sets.offsets), shape=(len(size), len(ranks)))
+    chunks = [np.zeros(0)]
     for start in range(0, len(first), _PAIRS_COMPARED):
         left, right = (side[start : start + _PAIRS_COMPARED] for side in (first, second))
-        ends = np.cumsum(size[left])
-        member_places = np.repeat(sets.offsets[:-1][left] - ends + size[left], size[left])
-        sought = (
-            np.repeat(right << 32, size[left])
-            + ranks[member_places + np.arange(len(member_places))]
-        )
-        place = np.minimum(np.searchsorted(members, sought), len(members) - 1)
-        hits = np.concatenate([[0], np.cumsum(members[place] == sought)])
-        common = hits[ends] - hits[ends - size[left]]
+        common = (members[left] * members[right]).sum(axis=1)
         union = size[left] + size[right] - common
         chunks.append(np.where(union > 0, common / np.maximum(union, 1), 1.0))
     return np.concatenate(chunks)

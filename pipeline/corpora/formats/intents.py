@@ -166,8 +166,6 @@ def parse(
                 "group_id": labelled.id,
                 "context": [text],
                 "response": "out of scope" if labelled.out_of_scope else intent_words(intent),
-                "candidates": None,
-                "label": None,
                 "source": corpus,
                 "split": options.split_of_text(labelled.split, labelled.id),
                 "intent": intent,

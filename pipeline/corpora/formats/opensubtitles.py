@@ -144,8 +144,6 @@ def parse(
                 "group_id": part,
                 "context": list(earlier),
                 "response": text,
-                "candidates": None,
-                "label": None,
                 "source": "opensubtitles",
                 "split": split,
             }

@@ -72,8 +72,6 @@ def parse(
         article_ids.add(name)
         common = {
             "group_id": name,
-            "candidates": None,
-            "label": None,
             "source": "starspace",
             "split": split_by_name_or_group(file, name),
         }

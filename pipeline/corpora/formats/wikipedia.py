@@ -83,8 +83,6 @@ def parse(
         common = {
             "group_id": article.id,
             "title": article.title,
-            "candidates": None,
-            "label": None,
             "source": "wikipedia",
             "split": hash_split(article.id, _SPLIT),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 
 import pytest
 
@@ -57,10 +56,19 @@ def test_a_file_that_is_not_utf8_is_refused_with_a_guess_that_reads_it(
     assert read(tmp_path / "x.csv.gz", packed, encoding=guess)[0] == ROWS
 
 
-def test_json_lines_have_an_encoding_too(tmp_path):
-    data = json.dumps({"context": "café", "response": "tee"}, ensure_ascii=False).encode("cp1252")
-    assert "--pairs.encoding cp1252" in refusal(tmp_path / "x.jsonl", data)
-    assert read(tmp_path / "x.jsonl", data, encoding="cp1252")[0] == [("café", "tee")]
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("x.jsonl", '{"context": "café", "response": "tee"}\n'),
+        ("x.json", '[\n{"context": "café", "response": "tee"}\n]'),
+    ],
+)
+def test_json_has_an_encoding_too(tmp_path, name, table):
+    data = table.encode("cp1252")
+    assert refusal(tmp_path / name, data).endswith("--pairs.encoding cp1252 reads it so")
+    assert read(tmp_path / name, data, encoding="cp1252")[0] == [("café", "tee")]
+    message = refusal(tmp_path / name, table.encode(), encoding="utf-16")
+    assert "not in --pairs.encoding utf-16" in message
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
@@ -100,18 +108,6 @@ def test_a_file_in_utf8_is_not_read_in_the_named_encoding(tmp_path, encoding):
 def test_another_delimiter_is_named_where_a_column_has_a_comma(tmp_path):
     message = refusal(tmp_path / "x.csv", b"Frage, lang;Antwort\na;b\n")
     assert message.endswith("separated by ';', which --pairs.delimiter ';' reads)")
-
-
-def test_an_array_has_an_encoding_too(tmp_path):
-    data = json.dumps([{"context": "café", "response": "tee"}], ensure_ascii=False, indent=1)
-    message = refusal(tmp_path / "x.json", data.encode("cp1252"))
-    assert message.endswith("--pairs.encoding cp1252 reads it so")
-    assert read(tmp_path / "x.json", data.encode("cp1252"), encoding="cp1252")[0] == [
-        ("café", "tee")
-    ]
-    assert "not in --pairs.encoding utf-16" in refusal(
-        tmp_path / "x.json", data.encode(), encoding="utf-16"
-    )
 
 
 def test_damage_behind_a_letter_that_is_utf8_costs_its_line(tmp_path):

@@ -84,17 +84,43 @@ def test_a_json_array_is_a_table(tmp_path, name, indent, mark):
     assert read(tmp_path / name, data.encode("utf-16"), form=form)[0] == rows
 
 
-def test_objects_of_several_lines_are_a_table(tmp_path):
-    data = "\n".join(json.dumps(row, indent=1) for row in ROWS)
-    assert [row for _, row in read(tmp_path / "rows.json", data.encode())[0]] == ROWS
+def carriage_returns_alone(table: bytes) -> bytes:
+    return table.replace(b"\r\n", b"\n").replace(b"\n", b"\r")
+
+
+WRITTEN = [
+    ("rows.json", "\n".join(json.dumps(row, indent=1) for row in ROWS)),
+    ("rows.json", "".join(map(json.dumps, ROWS))),
+    ("rows.json", ",\n".join(map(json.dumps, ROWS))),
+    ("rows.jsonl", "\n".join(f"\x1e{json.dumps(row)}" for row in ROWS)),
+    ("rows.csv", "sep=;\r\n" + as_csv(ROWS, ["a", "b"], ";").decode()),
+    ("rows.csv", '"sep=;"\r\n' + as_csv(ROWS, ["a", "b"], ";").decode()),
+    ("rows.csv", "\ufeff\ufeffSEP=;\r\n" + as_csv(ROWS, ["a", "b"], ";").decode()),
+    ("rows.csv", "sep=\t\r\n" + FORMS["tsv"].decode()),
+    *(
+        (f"rows.{form}", carriage_returns_alone(FORMS[form]).decode())
+        for form in ("csv", "tsv", "jsonl")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_a_table_is_read_however_programs_write_it(tmp_path, name, text):
+    """Objects of several lines, several in a line, with commas or record separators between them; Excel's
+    first line, which names the delimiter; carriage returns alone at the ends of lines."""
+    for encoding in ("utf-8", "utf-16"):
+        form = tables.TableFormat(encoding=encoding)
+        rows, report = read(tmp_path / name, text.encode(encoding), form=form)
+        assert [row for _, row in rows] == ROWS
+        assert not report.malformed.counts
+    for packed in (f"{name}.gz", "rows.gz", "rows"):
+        assert read(tmp_path / packed, gzip.compress(text.encode()))[0] == rows
+
+
+def test_objects_of_several_lines_that_are_cut_off_are_refused(tmp_path):
+    data = WRITTEN[0][1]
     with pytest.raises(BadInput, match=r"rows.json: the JSON array is .* after 1 whole objects"):
         read(tmp_path / "rows.json", data[:-3].encode())
-
-
-@pytest.mark.parametrize("between", ["", ",\n"])
-def test_objects_may_share_a_line_and_have_commas_between_them(tmp_path, between):
-    data = between.join(map(json.dumps, ROWS))
-    assert [row for _, row in read(tmp_path / "rows.json", data.encode())[0]] == ROWS
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -112,20 +138,6 @@ def test_objects_may_share_a_line_and_have_commas_between_them(tmp_path, between
 def test_a_table_of_pandas_that_is_one_object_is_refused_with_a_hint(tmp_path, table, held, indent):
     with pytest.raises(BadInput, match=rf"holds {held}; .* by to_json\(…, orient='records'\)"):
         read(tmp_path / "rows.json", json.dumps(table, indent=indent).encode())
-
-
-def test_lines_may_begin_with_record_separators(tmp_path):
-    data = "\n".join(f"\x1e{json.dumps(row)}" for row in ROWS)
-    assert [row for _, row in read(tmp_path / "rows.jsonl", data.encode())[0]] == ROWS
-
-
-@pytest.mark.parametrize(
-    ("line", "delimiter"),
-    [("sep=;", ";"), ('"sep=;"', ";"), ("\ufeff\ufeffSEP=;", ";"), ("sep=\t", "\t")],
-)
-def test_a_first_line_of_excel_names_the_delimiter(tmp_path, line, delimiter):
-    data = f"{line}\r\n".encode() + as_csv(ROWS, ["a", "b"], delimiter)
-    assert [row for _, row in read(tmp_path / "rows.csv", data)[0]] == ROWS
 
 
 def test_the_names_of_columns_are_no_row_where_files_were_joined(tmp_path):
@@ -183,16 +195,6 @@ def test_an_array_in_one_line_of_over_10_mib_is_a_table(tmp_path):
     assert not report.malformed.counts
 
 
-@pytest.mark.parametrize(
-    ("form", "encoding"), [("csv", "utf-8"), ("tsv", "utf-16"), ("jsonl", "utf-8")]
-)
-def test_lines_may_end_in_carriage_returns_alone(tmp_path, form, encoding):
-    lines = FORMS[form].decode().replace("\r\n", "\n").replace("\n", "\r")
-    data = lines.encode(encoding)
-    rows, _ = read(tmp_path / f"rows.{form}", data, form=tables.TableFormat(encoding=encoding))
-    assert [row for _, row in rows] == ROWS
-
-
 def test_cells_of_excel_for_the_mac_hold_line_feeds_and_its_lines_end_in_carriage_returns(tmp_path):
     """All rows but the first were set aside."""
     rows, report = read(tmp_path / "x.csv", b'a,b\r"one\ntwo",1\rthree,"4\n5"\r')
@@ -207,13 +209,6 @@ def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, fo
     assert [row for _, row in rows] == ROWS
     assert [at for at, _ in rows] == ([2, 3] if form in ("csv", "tsv") else [1, 2])
     assert report.records == 2
-
-
-@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
-def test_texts_may_be_compressed(tmp_path, form):
-    for name in (f"rows.{form}.gz", "rows.gz", "rows"):
-        rows, _ = read(tmp_path / name, gzip.compress(FORMS[form]))
-        assert [row for _, row in rows] == ROWS
 
 
 def test_the_name_decides_where_the_contents_mislead(tmp_path):
