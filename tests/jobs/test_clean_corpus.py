@@ -13,15 +13,11 @@ from jobs import clean_corpus, prepare_corpus
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
 from pipeline.engine import executors
-from tests.helpers import rejected
+from tests.helpers import rejected, rows_of
 
 
-def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
-    rows = {}
-    for file in corpus.files(suffix=".parquet"):
-        for row in pq.read_table(file, partitioning=None).to_pylist():
-            assert row["split"] == Path(file).parent.name
-            rows[row["example_id"]] = row
+def rows_by_id(corpus: Artifact) -> dict[str, dict[str, Any]]:
+    rows = {row["example_id"]: row for row in rows_of(corpus)}
     assert len(rows) == corpus.counts["examples"]
     return rows
 
@@ -63,7 +59,7 @@ def made(doubled_corpus, tmp_path_factory) -> dict[str, Any]:
 
 def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(made, doubled_corpus):
     cleaned = open_artifact(made["output"], "corpus")
-    before, after = rows_of(doubled_corpus), rows_of(cleaned)
+    before, after = rows_by_id(doubled_corpus), rows_by_id(cleaned)
     assert {name: before[name] for name in after} == after
     per_text = Counter(map(words_of, after.values()))
     assert max(per_text.values()) == 1

@@ -6,22 +6,16 @@ import bz2
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.formats import wikipedia_xml
 from pipeline.corpora.raw import Reading, read_lines
+from tests.helpers import rows_of
 
 SEARCH = ("--wikipedia.task", "search")
-
-
-def rows_of(corpus: Artifact, folder: str) -> list[dict[str, Any]]:
-    files = corpus.files(f"{folder}/", ".parquet")
-    return [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
 
 
 @pytest.fixture
@@ -86,9 +80,8 @@ def test_all_forms_of_the_same_articles_give_the_same_corpus(
         assert corpus.counts["records"] == 60
         assert corpus.counts["examples"] + sum(corpus.manifest["dropped"].values()) == 60
         examples = [row for split in ("train", "valid", "test") for row in rows_of(corpus, split)]
-        found[name] = (
-            sorted(examples, key=lambda row: row["example_id"]), rows_of(corpus, "others")
-        )  # fmt: skip
+        examples.sort(key=lambda row: row["example_id"])
+        found[name] = examples, rows_of(corpus, "others")
         tasks = len({entry["path"].split("/")[1][:10] for entry in corpus.manifest["files"]})
         assert name != "xml" or tasks > 5
     assert found["xml"] == found["json"] == found["extracted"]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Artifact
@@ -18,6 +17,7 @@ from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.engine.draft import draft
 from pipeline.engine.records import sum_counts
+from tests.helpers import rows_of
 
 Row = dict[str, Any]
 
@@ -68,7 +68,7 @@ def clean(tmp_path: Path, actors_in_process: list[str]) -> Callable[..., Any]:
         dropped = sum_counts(record.dropped for record in records)
         files = [file for record in records for file in record.files]
         made = out.publish(files, counts, dropped)
-        rows = [row for file in made.files(suffix=".parquet") for row in read(file)]
+        rows = rows_of(made)
         assert counts["records"] == corpus.rows()
         assert counts["records"] == len(rows) + sum(dropped.values())
         assert counts["examples"] == len(rows)
@@ -76,9 +76,3 @@ def clean(tmp_path: Path, actors_in_process: list[str]) -> Callable[..., Any]:
         return SimpleNamespace(rows=found, dropped=dropped, counts=counts, uri=made.uri)
 
     return run
-
-
-def read(file: str) -> list[Row]:
-    rows: list[Row] = pq.read_table(file, partitioning=None).to_pylist()
-    assert {row["split"] for row in rows} == {Path(file).parent.name}
-    return rows

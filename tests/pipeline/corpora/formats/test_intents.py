@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora.formats import intents
 from pipeline.corpora.formats.intents import intent_words
+from tests.helpers import rows_of
 
 
 def write(folder: Path, files: dict[str, str]) -> list[Path]:
@@ -255,8 +256,7 @@ def test_the_real_sets_are_read_to_the_last_text(
     assert summary["counts"] == {
         "records": total, "examples": total, **{f"examples.{split}": n for split, n in counts.items()}
     }  # fmt: skip
-    files = (tmp_path / "out").glob("*/*.parquet")
-    rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
+    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
     assert len({row["intent"] for row in rows}) == intents_there
     assert len({row["response"] for row in rows}) == intents_there
     out_of_scope = sum(row["out_of_scope"] for row in rows)
