@@ -13,7 +13,6 @@ run, whatever the order of the files. Their texts are as those of `train`, witho
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -54,51 +53,33 @@ def choose_others(
     paths = sorted(file["path"] for record in examples for file in record.files)
     train = [path for path in paths if path.startswith("train/")]
     held_out = [path for path in paths if path.startswith(("valid/", "test/"))]
-    work = functools.partial(
-        _choose_others,
-        articles=articles or (lambda draft, _: _rows(draft, train, "group_id", "response")),
-        count=count,
-        privacy=privacy,
-        held_out=held_out,
-    )
-    return run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
+    source = articles or (lambda draft, _: _rows(draft, train, "group_id", "response"))
 
+    def choose(draft: Draft, task: str, _: int) -> TaskRecord:
+        report = ParseReport()
+        excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
+        text_by_id: dict[str, str] = {}
+        hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of the chosen articles
+        for name, text in source(draft, report):
+            if name in text_by_id or name in excluded:
+                continue
+            text_by_id[name] = text
+            heapq.heappush(hash_heap, (-_hash(name), name))
+            if len(hash_heap) > count:
+                del text_by_id[heapq.heappop(hash_heap)[1]]
+        names = [name for _, name in sorted(hash_heap, reverse=True)]
+        texts = pa.array([text_by_id[name] for name in names], pa.string())
+        texts, redacted = privacy.redacted_and_counted(texts)
+        files = []
+        if names:
+            table = pa.table([pa.array(names, pa.string()), texts], schema=SCHEMA)
+            files.append(draft.write_table("others/part-00000.parquet", table))
+        counts = {"others": len(names), **redacted_count(redacted)}
+        if len(names) < count:
+            counts["others.missing"] = count - len(names)
+        return report.close(draft, task, privacy, TaskRecord, files=files, counts=counts)
 
-def _choose_others(
-    draft: Draft,
-    task: str,
-    _: int,
-    articles: Articles,
-    count: int,
-    privacy: Privacy,
-    held_out: Sequence[str],
-) -> TaskRecord:
-    report = ParseReport()
-    excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
-    text_by_id: dict[str, str] = {}
-    hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of the chosen articles
-    for name, text in articles(draft, report):
-        if name in text_by_id or name in excluded:
-            continue
-        entry = (-_hash(name), name)
-        if len(text_by_id) < count:
-            heapq.heappush(hash_heap, entry)
-        elif entry > hash_heap[0]:
-            del text_by_id[heapq.heapreplace(hash_heap, entry)[1]]
-        else:
-            continue
-        text_by_id[name] = text
-    names = [name for _, name in sorted(hash_heap, reverse=True)]
-    texts = pa.array([text_by_id[name] for name in names], pa.string())
-    texts, redacted = privacy.redacted_and_counted(texts)
-    files = []
-    if names:
-        table = pa.table([pa.array(names, pa.string()), texts], schema=SCHEMA)
-        files.append(draft.write_table("others/part-00000.parquet", table))
-    counts = {"others": len(names), **redacted_count(redacted)}
-    if len(names) < count:
-        counts["others.missing"] = count - len(names)
-    return report.close(draft, task, privacy, TaskRecord, files=files, counts=counts)
+    return run_tasks(draft, {"others": 0}, choose, "articles to others", TaskRecord)
 
 
 def _rows(draft: Draft, files: Sequence[str], *columns: str) -> Iterator[Any]:

@@ -24,9 +24,6 @@ class Privacy:
     authors: Authors
     salt: str
 
-    def redacted(self, texts: pa.Array) -> pa.Array:
-        return redact(texts) if self.redact else texts
-
     def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
         """(the texts, how many of them have changed)"""
         if not self.redact:
@@ -61,7 +58,7 @@ class Privacy:
         if self.authors == "hash":
             for pattern, tag in _NAMES_IN_JSON:
                 lines = pc.replace_substring_regex(lines, pattern, tag)
-        return self.redacted(lines)
+        return redact(lines) if self.redact else lines
 
 
 REDACTION_RULES = "3"

@@ -50,7 +50,7 @@ def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     row_mask = keep_mask(read_drops(draft, plan, number, "contaminated"), shard.rows)
     for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
         columns = [
-            hashing.combined_hashes(_side_hashes(rows, plan.options.text)),
+            hashing.row_hashes(_side_hashes(rows, plan.options.text)),
             node_of(number, numbers),
             np.full(len(numbers), shard.rank, np.int8),
             rows["example_id"],
@@ -62,8 +62,8 @@ def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     return TaskRecord()
 
 
-def _side_hashes(rows: pa.Table, text: str) -> list[hashing.Hashes]:
-    """[N] hashes of each side's words; of its characters where it has no word."""
+def _side_hashes(rows: pa.Table, text: str) -> hashing.Hashes:
+    """[N, K] hashes of each side's words; of its characters where it has no word."""
     hashes = list[hashing.Hashes]()
     for number, side in enumerate(sides(rows, text, hashing.words)):
         hashes.append(side.sequence_hashes())
@@ -71,7 +71,7 @@ def _side_hashes(rows: pa.Table, text: str) -> list[hashing.Hashes]:
         if wordless.any():
             texts = sides(rows.filter(pa.array(wordless)), text, hashing.whole_texts)[number]
             hashes[-1][wordless] = texts.sequence_hashes()
-    return hashes
+    return np.stack(hashes, axis=1)
 
 
 def _file_duplicates(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:

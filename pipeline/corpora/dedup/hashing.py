@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +70,10 @@ def segments(values: Hashes, starts: Ints, ends: Ints) -> Hashes:
     return mix((sums[ends] - sums[starts]) * inverse_powers[starts])
 
 
-def combined_hashes(hashes: Sequence[Hashes]) -> Hashes:
-    """[N] One hash of each text's several hashes."""
-    rows = np.stack(hashes, axis=1)
-    starts = np.arange(0, rows.size, len(hashes))
-    return segments(rows.ravel(), starts, starts + len(hashes))
+def row_hashes(rows: Hashes) -> Hashes:
+    """[N] One hash of each row of [N, K] hashes."""
+    starts = np.arange(0, rows.size, rows.shape[1])
+    return segments(rows.ravel(), starts, starts + rows.shape[1])
 
 
 def bucket_of_hash(hashes: Hashes, buckets: int) -> Ints:

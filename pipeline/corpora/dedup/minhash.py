@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import Floats, Ints, mix
-from pipeline.corpora.dedup.hashing import Hashes, Tokens, random_hashes, segments
+from pipeline.corpora.dedup.hashing import Hashes, Tokens, random_hashes, row_hashes
 
 PRIME = (1 << 61) - 1
 _CHUNK = 1 << 15  # shingles at a time: arrays of `permute`, 256 KiB each, stay in a core's cache
@@ -91,10 +91,8 @@ def permute(x: Hashes, a: np.uint64, b: np.uint64) -> Hashes:
 
 def band_keys(signature: Hashes, bands: int) -> Hashes:
     """[N, bands] One hash of each band; the same values in two bands make different keys."""
-    rows, hashes = signature.shape
-    starts = np.arange(0, signature.size, hashes // bands)
-    keys = segments(signature.ravel(), starts, starts + hashes // bands)
-    return mix(keys.reshape(rows, bands) ^ random_hashes(bands, stream=4))
+    keys = row_hashes(signature.reshape(-1, signature.shape[1] // bands)).reshape(-1, bands)
+    return mix(keys ^ random_hashes(bands, stream=4))
 
 
 def candidate_pairs(keys: Hashes, ties: Hashes) -> tuple[Ints, Ints]:

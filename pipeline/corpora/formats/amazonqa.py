@@ -85,11 +85,21 @@ def prepare(
 ) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     bucket_count = -(-sum(map(storage.size_of, uris)) // _BUCKET_BYTES) or 1
+
+    def read_file(draft: Draft, task: str, uri: str) -> PairsRecord:
+        report = file_tasks.ParseReport()
+        pairs = parse(uri, reading, report, options)
+        part_names = list[str]()
+        while part := list(itertools.islice(pairs, _PAIRS_PER_PART)):
+            keys = [_key(pair) for pair in part]
+            bucket = np.array([int(key, 16) % bucket_count for key in keys], np.int64)
+            rows = pa.table([keys, *map(list, zip(*part, strict=True))], schema=_PAIRS)
+            part_names.append(f"{task}-{len(part_names):03d}")
+            buckets.write(draft, part_names[-1], rows, bucket, bucket_count)
+        return report.close(draft, task, privacy, PairsRecord, input=uri, parts=part_names)
+
     tasks = {f"file-{i:05d}": uri for i, uri in enumerate(sorted(uris, key=storage.name_of))}
-    read = functools.partial(
-        _read_file, bucket_count=bucket_count, options=options, reading=reading, privacy=privacy
-    )
-    records = run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
+    records = run_tasks(draft, tasks, read_file, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
     parts = [part for record in records for part in record.parts]
     build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
@@ -100,27 +110,6 @@ def prepare(
 
 # ---------------------------------------------------------------------------------------------------
 # Phase 1: files to pairs
-
-
-def _read_file(
-    draft: Draft,
-    task: str,
-    uri: str,
-    bucket_count: int,
-    options: Options,
-    reading: raw.Reading,
-    privacy: Privacy,
-) -> PairsRecord:
-    report = file_tasks.ParseReport()
-    pairs = parse(uri, reading, report, options)
-    part_names = list[str]()
-    while part := list(itertools.islice(pairs, _PAIRS_PER_PART)):
-        keys = [_key(pair) for pair in part]
-        bucket = np.array([int(key, 16) % bucket_count for key in keys], np.int64)
-        columns = [keys, *map(list, zip(*part, strict=True))]
-        part_names.append(f"{task}-{len(part_names):03d}")
-        buckets.write(draft, part_names[-1], pa.table(columns, schema=_PAIRS), bucket, bucket_count)
-    return report.close(draft, task, privacy, PairsRecord, input=uri, parts=part_names)
 
 
 def _key(pair: Pair) -> str:

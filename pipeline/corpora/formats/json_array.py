@@ -16,7 +16,9 @@ from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import encodings
 
-_GAP = re.compile(r"[\s,]*")
+_VALUE = re.compile(
+    r"[^\s,]"
+)  # white space and commas stand between values; a comma may be missing
 _MAX_OBJECT_CHARACTERS = 10 << 20
 _SHOWN_CHARACTERS = 80  # of a file that is no array
 
@@ -87,13 +89,13 @@ def _values(uri: str, encoding: str, opening: str, option: str) -> Iterator[tupl
                     "a JSON array, [{…}, …]")  # fmt: skip
             is_begun = text != ""
         position, fault = 0, ""
-        while (position := _end_of_gap(text, position)) < len(text):
-            if text[position] == "[]"[depth]:
-                position, depth = position + 1, 1 - depth
+        while found := _VALUE.search(text, position):
+            start = position = found.start()
+            if text[start] == "[]"[depth]:
+                position, depth = start + 1, 1 - depth
                 continue
-            start = position
             try:
-                value, position = DECODER.raw_decode(text, position)
+                value, position = DECODER.raw_decode(text, start)
             except json.JSONDecodeError as error:  # half a value, whose rest may come
                 fault = f" ({error.msg.removesuffix(' at').removesuffix(' starting')})"
                 break
@@ -104,15 +106,10 @@ def _values(uri: str, encoding: str, opening: str, option: str) -> Iterator[tupl
                 raise raw.Truncated(f"{uri}: an object of the JSON array nests too deep") from None
             is_object_whole = is_whole or not encodings.is_damaged(text[start:position])
             yield value, "" if is_object_whole else f"{position - start:,} characters"
+        else:
+            position = len(text)
         text = text[position:]
         if len(text) > _MAX_OBJECT_CHARACTERS:
             raise raw.Truncated(f"{uri}: the JSON array is broken, or an object is over 10 MiB")
     if depth or text.strip():
         raise raw.Truncated(f"{uri}: the JSON array is cut off or broken{fault}")
-
-
-def _end_of_gap(text: str, start: int) -> int:
-    """The end of the white space and commas between two values; a comma may be missing."""
-    gap = _GAP.match(text, start)
-    assert gap  # it matches nothing, too
-    return gap.end()
