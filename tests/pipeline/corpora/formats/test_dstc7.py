@@ -150,11 +150,6 @@ def test_in_subtask_4_none_is_one_more_candidate(tmp_path, right, label, respons
     assert (row["label"], row["response"]) == (label, response)
 
 
-def test_in_subtask_1_no_right_answer_is_malformed(tmp_path):
-    rows, report = read(tmp_path, [dialogue(**{"options-for-correct-answers": []})])
-    assert (rows, report.malformed.counts) == ([], {"no right answer among the candidates": 1})
-
-
 # The test file and its answers
 
 
@@ -237,6 +232,7 @@ def test_each_subtask_has_one_file_of_answers_named_after_it(tmp_path, names):
          "options-for-next is no list of candidate-id and utterance"),
         ({"options-for-next": [option("c42", "\ud800")]}, "options-for-next holds what is no text"),
         ({"options-for-correct-answers": [option("c100")]}, "no right answer among the candidates"),
+        ({"options-for-correct-answers": []}, "no right answer among the candidates"),  # in sub-task 1
     ],
 )  # fmt: skip
 def test_a_dialogue_that_is_not_of_the_format_is_set_aside_and_the_rest_read(

@@ -145,38 +145,39 @@ def test_a_response_is_the_intents_name_in_words(intent, words):
 
 # Bad input
 
+CLINC150 = "not an object of lists; allowed: train, val"
+
 
 @pytest.mark.parametrize(
-    ("texts", "labels", "longer"),
+    ("corpus", "files", "message"),
     [
-        ("a\nb\n", "x\n", "seq.in has more than the 1 lines of the other"),
-        ("a\n", "x\ny\nz\n", "label has more than the 1 lines of the other"),
+        ("hwu64", {"train/seq.in": "a\nb\n", "train/label": "x\n"},
+         "/train: seq.in has more than the 1 lines of the other"),
+        ("hwu64", {"train/seq.in": "a\n", "train/label": "x\ny\nz\n"},
+         "/train: label has more than the 1 lines of the other"),
+        ("hwu64", {"train/seq.in": "a", "train/label": "x", "valid/seq.in": "a"},
+         "^--input: .*/valid/label is missing"),
+        ("snips", {"some/seq.in": "a", "some/label": "x"},
+         r"/some/seq\.in: the folder names no split; allowed: train"),
+        ("snips", {f"{n}/test/{f}": "a\n" for n in (1, 2) for f in ("seq.in", "label")},
+         "2 files are named test"),
+        ("banking77", {"train.csv": "text,label\na,b\n"},
+         r"'category' is not allowed; .*train\.csv: text, label$"),
+        *((name, {"rows.txt": "a,b\n"}, rf"rows\.txt: not a file of {name}; allowed: ")
+          for name in intents.CORPORA),
+        *(("clinc150", {"data_full.json": data}, rf"data_full\.json: {message}") for data, message in (
+            ('{"train": [["a", "b"]', "not a whole JSON file"),
+            ("[" * 100_000, "not a whole JSON file"),
+            ('[["a", "b"]]', CLINC150),
+            ('{"train": {"a": "b"}}', CLINC150),
+            ('{"train": [["a", "b"]], "train": [["c", "d"]]}', "several lists are called train"),
+            ('{"trein": [["a", "b"]]}', "'trein' is not allowed; allowed: train, val"),
+        )),
     ],
-)
-def test_unequal_numbers_of_lines_are_refused(prepare, texts, labels, longer):
-    with pytest.raises(BadInput, match=rf"/train: {longer}"):
-        prepare("hwu64", {"train/seq.in": texts, "train/label": labels})
-
-
-def test_a_seq_in_without_its_labels_is_refused(prepare):
-    with pytest.raises(BadInput, match=r"^--input: .*/valid/label is missing"):
-        prepare("hwu64", {"train/seq.in": "a", "train/label": "x", "valid/seq.in": "a"})
-
-
-def test_a_folder_that_names_no_split_is_refused(prepare):
-    with pytest.raises(BadInput, match=r"/some/seq\.in: the folder names no split; allowed: train"):
-        prepare("snips", {"some/seq.in": "a", "some/label": "x"})
-
-
-def test_two_folders_of_one_name_are_refused(prepare):
-    with pytest.raises(BadInput, match="2 files are named test"):
-        prepare("snips", {f"{n}/test/{f}": "a\n" for n in (1, 2) for f in ("seq.in", "label")})
-
-
-@pytest.mark.parametrize("corpus", intents.CORPORA)
-def test_files_of_none_of_its_names_are_refused(prepare, corpus):
-    with pytest.raises(BadInput, match=rf"rows\.txt: not a file of {corpus}; allowed: "):
-        prepare(corpus, {"rows.txt": "a,b\n"})
+)  # fmt: skip
+def test_what_is_not_of_the_set_is_refused(prepare, corpus, files, message):
+    with pytest.raises(BadInput, match=message):
+        prepare(corpus, files)
 
 
 @pytest.mark.parametrize(
@@ -192,27 +193,6 @@ def test_variants_of_the_same_texts_are_refused(prepare, corpus, names):
     first, second = (name.removesuffix("/seq.in") for name in names[:2])
     with pytest.raises(BadInput, match=f"{first} and .*{second} are variants of the same texts"):
         prepare(corpus, dict.fromkeys(names, "{}"))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ('{"train": [["a", "b"]', "not a whole JSON file"),
-        ("[" * 100_000, "not a whole JSON file"),
-        ('[["a", "b"]]', "not an object of lists; allowed: train, val"),
-        ('{"train": {"a": "b"}}', "not an object of lists; allowed: train, val"),
-        ('{"train": [["a", "b"]], "train": [["c", "d"]]}', "several lists are called train"),
-        ('{"trein": [["a", "b"]]}', "'trein' is not allowed; allowed: train, val"),
-    ],
-)
-def test_json_that_is_not_clinc150_is_refused(prepare, data, message):
-    with pytest.raises(BadInput, match=rf"data_full\.json: {message}"):
-        prepare("clinc150", {"data_full.json": data})
-
-
-def test_csv_with_other_columns_is_refused_with_their_names(prepare):
-    with pytest.raises(BadInput, match=r"'category' is not allowed; .*train\.csv: text, label$"):
-        prepare("banking77", {"train.csv": "text,label\na,b\n"})
 
 
 @pytest.mark.parametrize("pair", [["a"], "ab", ["a", 1], ["\ud83d", "b"]])

@@ -69,19 +69,6 @@ def test_the_first_of_ten_is_the_right_one(tmp_path):
     assert (row["label"], row["response"], row["split"]) == (0, "answer 0 .", "valid")
 
 
-_fields = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
-
-
-@given(st.lists(st.tuples(_fields, _fields, st.sampled_from(["1", "0.0"])), max_size=8))
-def test_whatever_a_csv_writer_writes_is_read_back(tmp_path_factory, rows):
-    rows = [(f"x{context}x", f"x{answer}x", label) for context, answer, label in rows]
-    found, report = read(tmp_path_factory.getbasetemp(), table(TRAIN, *map(list, rows)))
-    assert [(row["context"], row["response"]) for row in found] == [
-        ([context], answer) for context, answer, label in rows if label == "1"
-    ]
-    assert report.records == len(rows) == len(found) + counted(report)
-
-
 _lines = st.lists(
     st.sampled_from(['"', ",", "1", "0", "\t", "a __eot__ b", "\n", "\r\n", '"",', *TRAIN])
 )
@@ -92,21 +79,6 @@ def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, hea
     rows, report = read(tmp_path_factory.getbasetemp(), head + "".join(parts))
     assert len(rows) + counted(report) == report.records
     assert len({row["example_id"] for row in rows}) == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("only one", "more or fewer fields than columns"),
-        ('"a"b,c,1', "not CSV: ',' expected after '\"'"),
-    ],
-)
-def test_a_row_that_is_none_is_set_aside_and_the_rest_read(tmp_path, row, reason):
-    text = table(TRAIN, ["a", "b", "1"]) + f"{row}\n" + "c,d,1\n"
-    rows, report = read(tmp_path, text)
-    assert [row["response"] for row in rows] == ["b", "d"]
-    assert (report.malformed.counts, report.records) == ({reason: 1}, 3)
-    assert report.malformed.samples[0]["line"] == 3
 
 
 @pytest.mark.parametrize(
