@@ -33,12 +33,11 @@ class Estimate:
     cpu_hours: float | None = None
     gpu_hours: float | None = None
     basis: str = ""
-    """The origin of the rates."""
+    """What was measured for the hours; "": nothing."""
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in dataclasses.asdict(self).items() if value is not None
-        }
+        quantities = dataclasses.asdict(self)
+        return {name: value for name, value in quantities.items() if value not in (None, "")}
 
 
 _LABELS = {

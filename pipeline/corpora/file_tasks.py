@@ -25,7 +25,8 @@ from pipeline.engine.draft import Draft
 from pipeline.engine.records import RecordT, TaskRecord
 from pipeline.engine.run import run_tasks
 
-ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
+# jobs.score_candidates and others take a shard as one task. Articles of some 4,000 characters need 0.2 GB.
+_ROWS_PER_SHARD = 50_000
 # An Arrow column of text holds 2 GiB, and a character has up to 4 bytes.
 _CHARACTERS_PER_SHARD = 1 << 28
 
@@ -99,7 +100,7 @@ def prepare(
     reading: raw.Reading,
     privacy: Privacy,
     label: str,
-    rows_per_shard: int = ROWS_PER_SHARD,
+    rows_per_shard: int = _ROWS_PER_SHARD,
 ) -> list[FileRecord]:
     """Fills the draft and returns the records of its tasks.
 

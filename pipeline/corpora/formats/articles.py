@@ -16,8 +16,6 @@ from typing import NamedTuple
 from pipeline.config import require
 from pipeline.corpora.file_tasks import ParsedRow
 
-ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
-
 _OPENING, _CLOSING = "\"'(\\[«»„“”‚‘’「『（¿¡—–", "\"')\\]»«“”’‘」』）"
 # Letters of scripts that put no spaces between words.
 _UNSPACED_LETTER = (

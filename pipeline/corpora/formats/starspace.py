@@ -47,10 +47,9 @@ def prepare(
     """Fills the draft and returns the records of its tasks."""
     base_files = sorted(uri for uri in uris if _BASE in storage.name_of(uri).lower())
     parse_file = functools.partial(parse, options=options)
-    records = file_tasks.prepare(
-        draft, [uri for uri in uris if uri not in base_files], parse_file, EXAMPLE, reading, privacy,
-        "starspace: articles to examples", articles.ROWS_PER_SHARD,
-    )  # fmt: skip
+    files = [uri for uri in uris if uri not in base_files]
+    label = "starspace: articles to examples"
+    records = file_tasks.prepare(draft, files, parse_file, EXAMPLE, reading, privacy, label)
     published = functools.partial(_base_articles, uris=base_files, reading=reading, options=options)
     others = fixed_candidates.choose_others(
         draft, records, options.others, privacy, published if base_files else None

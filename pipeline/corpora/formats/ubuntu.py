@@ -37,7 +37,6 @@ _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in ran
 _RIGHT, _WRONG = ("1", "1.0"), ("0", "0.0")
 _MARK = "__eou__"
 _SHOWN_CHARACTERS = 80  # of a first line that is no header
-_ROWS_PER_SHARD = 50_000  # of 1 kB each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,7 @@ def prepare(
     file_tasks.require_distinct(map(raw.plain_name, uris))
     parse_file = functools.partial(parse, options=options)
     label = "ubuntu: files to examples"
-    return file_tasks.prepare(
-        draft, uris, parse_file, EXAMPLE, reading, privacy, label, _ROWS_PER_SHARD
-    )
+    return file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
 
 
 def parse(

@@ -49,9 +49,7 @@ def prepare(
     parts = [part for uri in uris for part in wikipedia_xml.parts(uri)]
     parse_part = functools.partial(parse, options=options)
     label = f"wikipedia: files to {options.task}"
-    records = file_tasks.prepare(
-        draft, parts, parse_part, _SCHEMA, reading, privacy, label, articles.ROWS_PER_SHARD
-    )
+    records = file_tasks.prepare(draft, parts, parse_part, _SCHEMA, reading, privacy, label)
     count = options.others if options.task == "search" else 0
     return [*records, *fixed_candidates.choose_others(draft, records, count, privacy)]
 
