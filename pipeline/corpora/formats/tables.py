@@ -246,8 +246,12 @@ def csv_records(
     of a long text are none. Samples hold no content.
     """
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    parse = functools.partial(csv.reader, delimiter=delimiter, quoting=quoting, strict=True)
+    parse = functools.partial(
+        csv.reader,
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+        strict=True,
+    )
     unread, to_read_again = iter(lines), deque[tuple[int, str]]()
     record_lines, columns = list[tuple[int, str]](), 0
 

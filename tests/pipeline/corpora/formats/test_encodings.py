@@ -111,9 +111,8 @@ def test_another_delimiter_is_named_where_a_column_has_a_comma(tmp_path):
 
 def test_a_set_without_such_an_option_says_how_to_convert_it(tmp_path):
     (tmp_path / "x.csv").write_bytes(TEXT.encode("cp1252"))
-    rows = tables.read(str(tmp_path / "x.csv"), {}, Reading(), ParseReport())
     with pytest.raises(BadInput, match=r"convert it: iconv -f cp1252 -t utf-8$"):
-        list(rows)
+        list(tables.read(str(tmp_path / "x.csv"), {}, Reading(), ParseReport()))
 
 
 @pytest.mark.parametrize(("delimiter", "typed"), [(";", ";"), ("|", "|"), ("\t", "\\t")])
