@@ -273,7 +273,7 @@ def _ask_models(
     """A row per model, with `--together` one more of their mean. Each model has an MLflow run, which takes
     the baselines' numbers, too, and files later."""
     from pipeline import tracking
-    from pipeline.evaluation.ranking import mean_scorer
+    from pipeline.evaluation.ranking import MeanScorer
 
     results, attach_to_runs = list[ScorerResult](), list[AttachFiles]()
     settings = {**to_dict(config), "precision": precision}
@@ -292,7 +292,7 @@ def _ask_models(
         tracking.note_quality(model, corpus, results[-1].numbers())
         attach_to_runs.append(run.attach)
     if config.together:
-        make_mean = functools.partial(mean_scorer, list(makers.values()))
+        make_mean = functools.partial(MeanScorer, list(makers.values()))
         results.append(measure.of(" + ".join(models), make_mean, actors=config.resources))
     return results, attach_to_runs
 

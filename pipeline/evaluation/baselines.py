@@ -5,7 +5,7 @@ Words are hashed, so a word that is in no known text counts as rare, not as unkn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import PreparedScorer
+from pipeline.evaluation.ranking import Scores
 
 Sparse = Any
 """scipy's csr_matrix, which has no types."""
@@ -40,12 +40,13 @@ def known_texts(corpus: Artifact, limit: int = 200_000) -> list[str]:
 
 @dataclass(frozen=True)
 class Chance:
-    """Random scores."""
+    """Random scores. A call continues where the one before has ended."""
 
     seed: int = 0
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        return _Random(np.random.default_rng(self.seed))
+    def prepare(self, questions: Questions) -> Scores:
+        rng = np.random.default_rng(self.seed)
+        return lambda asked: rng.random((len(asked), asked.candidates))
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class TfIdf:
         """Takes N and df from the texts."""
         return cls(TfidfTransformer(sublinear_tf=True).fit(_HASH.transform(texts)))
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        return _Words.of(questions, self._vectors, self._vectors)
+    def prepare(self, questions: Questions) -> Scores:
+        return _word_scores(questions, self._vectors, self._vectors)
 
     def _vectors(self, texts: Iterable[str]) -> Sparse:
         return self.weights.transform(_HASH.transform(texts))
@@ -92,8 +93,8 @@ class BM25:
         idf_V = np.log1p((text_count - df_V + 0.5) / (df_V + 0.5))
         return cls(idf_V, max(1.0, counts_NV.sum() / text_count))
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        return _Words.of(questions, self._candidates, _binary_counts)
+    def prepare(self, questions: Questions) -> Scores:
+        return _word_scores(questions, self._candidates, _binary_counts)
 
     def scorer(self, texts: Iterable[str]) -> Callable[[str], Floats]:
         """A function of a query: the scores of all texts."""
@@ -118,48 +119,27 @@ class BM25:
         return weights
 
 
-@dataclass(frozen=True)
-class _Random:
-    """Random scores. A call continues where the one before has ended."""
-
-    rng: np.random.Generator
-
-    def scores(self, questions: Questions) -> Floats:
-        return self.rng.random((len(questions), questions.candidates))
-
-
-@dataclass(frozen=True)
-class _Words:
+def _word_scores(
+    questions: Questions,
+    vectorise_candidates: Callable[[Iterable[str]], Sparse],
+    vectorise_contexts: Callable[[Iterable[str]], Sparse],
+) -> Scores:
     """Products of the contexts' and the candidates' sparse vectors."""
+    vectors_TV = vectorise_candidates(questions.texts)
+    shared_VS = vectors_TV[: questions.shared].T.tocsr()
 
-    vectors_TV: Sparse
-    shared_VS: Sparse
-    vectorise_contexts: Callable[[Iterable[str]], Sparse]
-
-    @classmethod
-    def of(
-        cls,
-        questions: Questions,
-        vectorise_candidates: Callable[[Iterable[str]], Sparse],
-        vectorise_contexts: Callable[[Iterable[str]], Sparse],
-    ) -> _Words:
-        vectors_TV = vectorise_candidates(questions.texts)
-        return cls(vectors_TV, vectors_TV[: questions.shared].T.tocsr(), vectorise_contexts)
-
-    def scores(self, questions: Questions) -> Floats:
-        count, own_count = questions.places_NK.shape
-        contexts_NV = self.vectorise_contexts(_join_turns(questions.contexts))
+    def scores(asked: Questions) -> Floats:
+        count, own_count = asked.places_NK.shape
+        contexts_NV = vectorise_contexts("\n".join(turns) for turns in asked.contexts)
         repeated = contexts_NV[np.repeat(np.arange(count), own_count)]
-        products = self.vectors_TV[questions.places_NK.ravel()].multiply(repeated).sum(axis=1)
+        products = vectors_TV[asked.places_NK.ravel()].multiply(repeated).sum(axis=1)
         own_scores_NK = np.asarray(products).reshape(count, own_count)
-        return np.hstack([own_scores_NK, (contexts_NV @ self.shared_VS).toarray()])
+        return np.hstack([own_scores_NK, (contexts_NV @ shared_VS).toarray()])
+
+    return scores
 
 
 def _binary_counts(texts: Iterable[str]) -> Sparse:
     counts = _HASH.transform(texts)
     counts.data[:] = 1
     return counts
-
-
-def _join_turns(contexts: Sequence[Sequence[str]]) -> list[str]:
-    return ["\n".join(turns) for turns in contexts]

@@ -35,19 +35,17 @@ _WARM_UP_S = 5.0
 _LATENCY_S = 20.0
 
 
-class PreparedScorer(Protocol):
-    """A scorer that has done all work on the candidates that needs no context."""
-
-    def scores(self, questions: Questions) -> Floats:
-        """[N, C], higher is better; a question's own candidates first, then the shared ones. The score at a
-        place without a candidate (`NO_TEXT`) has no meaning."""
+Scores = Callable[[Questions], Floats]
+"""The scores [N, C] of the candidates of some questions, higher is better; a question's own candidates
+first, then the shared ones. The score at a place without a candidate (`NO_TEXT`) has no meaning."""
 
 
 class Scorer(Protocol):
     """Anything that scores candidates."""
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        """Reads the texts of all questions. The prepared scorer then scores all or some of them."""
+    def prepare(self, questions: Questions) -> Scores:
+        """Reads the texts of all questions, and does all work that needs no context. The result scores all
+        or some of them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class QuestionRanks:
     losses_N: Floats
     """The right candidates' cross-entropies, in nats."""
     top_NT: Ints
-    """The best five candidates, best first: columns of `PreparedScorer.scores`."""
+    """The best five candidates, best first: columns of `Scores`."""
     top_scores_NT: Floats
 
 
@@ -76,7 +74,7 @@ class Latency:
 
 
 def rank(
-    prepared: PreparedScorer, questions: Questions, label: str = "", none_score: float | None = None
+    scores: Scores, questions: Questions, label: str = "", none_score: float | None = None
 ) -> QuestionRanks:
     """Ranks every question's candidates, those of at most 256 questions at once.
 
@@ -93,7 +91,7 @@ def rank(
     ) as bar:
         for start in range(0, len(questions), step):
             batch = questions.rows(order[start : start + step])
-            scores_NC = prepared.scores(batch)
+            scores_NC = scores(batch)
             own_scores_NK = scores_NC[:, : batch.places_NK.shape[1]]
             own_scores_NK[batch.places_NK == NO_TEXT] = -np.inf
             if none_score is not None and none_place != NO_TEXT:
@@ -124,27 +122,25 @@ def join_rankings(parts: Sequence[QuestionRanks]) -> QuestionRanks:
     return QuestionRanks(*(np.concatenate(field) for field in fields))
 
 
-def latency(prepared: PreparedScorer, questions: Questions, queries: int) -> Latency:
+def latency(scores: Scores, questions: Questions, queries: int) -> Latency:
     """Measures `queries` questions, spread over all of them, one at a time, after 5 to warm up.
 
     It stops after 20 seconds with the questions measured by then; the warm-up stops after 5 seconds.
     """
     numbers = np.linspace(0, len(questions) - 1, num=_WARM_UP + queries).astype(np.int64)
-    _seconds(prepared, questions, numbers[:_WARM_UP], _WARM_UP_S)
-    seconds = _seconds(prepared, questions, numbers[_WARM_UP:], _LATENCY_S)
+    _seconds(scores, questions, numbers[:_WARM_UP], _WARM_UP_S)
+    seconds = _seconds(scores, questions, numbers[_WARM_UP:], _LATENCY_S)
     median, p95 = (1000 * np.quantile(seconds, [0.5, 0.95])).tolist()
     return Latency(median, p95, len(seconds), device_name())
 
 
-def _seconds(
-    prepared: PreparedScorer, questions: Questions, numbers: Ints, limit_s: float
-) -> list[float]:
+def _seconds(scores: Scores, questions: Questions, numbers: Ints, limit_s: float) -> list[float]:
     """Seconds of each question; stops when their sum exceeds `limit_s`."""
     seconds: list[float] = []
     for number in numbers:
         question = questions.rows(np.array([number]))
         began = time.perf_counter()
-        prepared.scores(question)
+        scores(question)
         seconds.append(time.perf_counter() - began)
         if sum(seconds) > limit_s:
             break
@@ -185,13 +181,10 @@ class RankerScorer:
     known_contexts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """By the candidate's text; see `inference.toward_contexts`."""
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        prepared = self._prepare(questions)
-        return Scaled(prepared, self.ranker.loss_scale) if self.as_in_loss else prepared
-
-    def _prepare(self, questions: Questions) -> PreparedScorer:
-        if not self.ranker.config.has_vectors:
-            return PreparedCross(self.ranker, self.batch_tokens)
+    def prepare(self, questions: Questions) -> Scores:
+        scale = np.float32(self.ranker.loss_scale if self.as_in_loss else 1.0)
+        if not self.ranker.config.has_vectors:  # nothing can be done in advance
+            return lambda asked: scale * self._pair_scores(asked)
         parts = []
         with tqdm(
             total=len(questions.texts), desc=f"{self.label}: candidates", unit="text",
@@ -205,18 +198,47 @@ class RankerScorer:
                     inference.toward_contexts(self.ranker, vectors_ND, known, self.batch_tokens)
                 )
                 bar.update(len(texts))
-        return PreparedDual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
+        vectors_TD = torch.cat(parts).to(self.ranker.device)
+        return lambda asked: scale * self._vector_scores(asked, vectors_TD)
 
+    def _vector_scores(self, questions: Questions, vectors_TD: Tensor) -> Floats:
+        device, shared, own = self.ranker.device, questions.shared, questions.places_NK.shape[1]
+        vectors_NMD, mask_NM = inference.context_vectors(
+            self.ranker, questions.contexts, self.batch_tokens
+        )
+        m, d = vectors_NMD.shape[1:]
+        numbers = max(m * max(own, min(shared, _TEXTS_AT_ONCE)), own * d)
+        step = max(1, _NUMBERS_AT_ONCE // numbers)
+        scores_NC = np.empty((len(questions), own + shared), np.float32)
+        with torch.inference_mode():
+            for start in range(0, len(questions), step):
+                rows = slice(start, start + step)
+                context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
+                blocks = [(own + first, vectors_TD[first : min(shared, first + _TEXTS_AT_ONCE)])
+                          for first in range(0, shared, _TEXTS_AT_ONCE)]  # fmt: skip
+                if own:
+                    places = torch.from_numpy(questions.places_NK[rows]).to(device)
+                    blocks.append((0, vectors_TD[places]))
+                for column, candidates in blocks:
+                    scores = self.ranker.dual.scores(*context, candidates).cpu().numpy()
+                    scores_NC[rows, column : column + scores.shape[1]] = scores
+        return scores_NC
 
-@dataclass(frozen=True)
-class Scaled:
-    """Scores, multiplied."""
-
-    prepared: PreparedScorer
-    scale: float
-
-    def scores(self, questions: Questions) -> Floats:
-        return self.prepared.scores(questions) * np.float32(self.scale)
+    def _pair_scores(self, questions: Questions) -> Floats:
+        row_scores = []
+        step = max(1, _PAIRS_AT_ONCE // questions.candidates)
+        for start in range(0, len(questions), step):
+            numbers = range(start, min(start + step, len(questions)))
+            texts = [[questions.texts[place] for place in questions.places(n)] for n in numbers]
+            contexts = questions.contexts[start : start + step]
+            rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
+            row_scores += [row.numpy() for row in rows]
+        shared_NS = np.ones((len(questions), questions.shared), bool)
+        scores_NC = np.full((len(questions), questions.candidates), -np.inf, np.float32)
+        scores_NC[np.hstack([questions.places_NK != NO_TEXT, shared_NS])] = np.concatenate(
+            row_scores
+        )
+        return scores_NC
 
 
 def scorer(
@@ -243,88 +265,20 @@ def load_scorer(
 
 @dataclass(frozen=True)
 class MeanScorer:
-    """Several scorers as one: the mean of their scores, as jobs.score_candidates makes it."""
+    """The scorers of several rankers as one, all in this process: the mean of their scores, as
+    jobs.score_candidates makes it. Scores are scaled as in each ranker's loss, because a ConveRT model's
+    cosines would count for nothing beside a cross-encoder's logits."""
 
-    scorers: Sequence[Scorer]
+    makers: Sequence[Callable[[], RankerScorer]]
 
-    def prepare(self, questions: Questions) -> PreparedScorer:
-        return PreparedMean([scorer.prepare(questions) for scorer in self.scorers])
+    def prepare(self, questions: Questions) -> Scores:
+        scorers = [replace(make(), as_in_loss=True).prepare(questions) for make in self.makers]
 
+        def mean_scores(asked: Questions) -> Floats:
+            mean_NC: Floats = np.mean([scores(asked) for scores in scorers], axis=0)
+            return mean_NC
 
-def mean_scorer(makers: Sequence[Callable[[], RankerScorer]]) -> MeanScorer:
-    """The scorers of several rankers as one, all in this process. Scores are scaled as in each ranker's loss,
-    because a ConveRT model's cosines would count for nothing beside a cross-encoder's logits."""
-    return MeanScorer([replace(make(), as_in_loss=True) for make in makers])
-
-
-@dataclass(frozen=True)
-class PreparedMean:
-    """A `MeanScorer` whose scorers are prepared."""
-
-    scorers: Sequence[PreparedScorer]
-
-    def scores(self, questions: Questions) -> Floats:
-        mean_NC: Floats = np.mean([prepared.scores(questions) for prepared in self.scorers], axis=0)
-        return mean_NC
-
-
-@dataclass(frozen=True)
-class PreparedDual:
-    """A bi- or poly-encoder with its candidates' vectors."""
-
-    ranker: Ranker
-    vectors_TD: Tensor
-    batch_tokens: int
-
-    def scores(self, questions: Questions) -> Floats:
-        device, shared, own = self.ranker.device, questions.shared, questions.places_NK.shape[1]
-        vectors_NMD, mask_NM = inference.context_vectors(
-            self.ranker, questions.contexts, self.batch_tokens
-        )
-        m, d = vectors_NMD.shape[1:]
-        numbers = max(m * max(own, min(shared, _TEXTS_AT_ONCE)), own * d)
-        step = max(1, _NUMBERS_AT_ONCE // numbers)
-        scores_NC = np.empty((len(questions), own + shared), np.float32)
-        with torch.inference_mode():
-            for start in range(0, len(questions), step):
-                rows = slice(start, start + step)
-                context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
-                if own:
-                    places = torch.from_numpy(questions.places_NK[rows]).to(device)
-                    scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
-                for first in range(0, shared, _TEXTS_AT_ONCE):
-                    end = min(shared, first + _TEXTS_AT_ONCE)
-                    block_CD = self.vectors_TD[first:end]
-                    scores_NC[rows, own + first : own + end] = self._score(context, block_CD)
-        return scores_NC
-
-    def _score(self, context: tuple[Tensor, Tensor], candidates: Tensor) -> Floats:
-        scores: Floats = self.ranker.dual.scores(*context, candidates).cpu().numpy()
-        return scores
-
-
-@dataclass(frozen=True)
-class PreparedCross:
-    """A cross-encoder: nothing can be done in advance."""
-
-    ranker: Ranker
-    batch_tokens: int
-
-    def scores(self, questions: Questions) -> Floats:
-        row_scores = []
-        step = max(1, _PAIRS_AT_ONCE // questions.candidates)
-        for start in range(0, len(questions), step):
-            numbers = range(start, min(start + step, len(questions)))
-            texts = [[questions.texts[place] for place in questions.places(n)] for n in numbers]
-            contexts = questions.contexts[start : start + step]
-            rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
-            row_scores += [row.numpy() for row in rows]
-        shared_NS = np.ones((len(questions), questions.shared), bool)
-        scores_NC = np.full((len(questions), questions.candidates), -np.inf, np.float32)
-        scores_NC[np.hstack([questions.places_NK != NO_TEXT, shared_NS])] = np.concatenate(
-            row_scores
-        )
-        return scores_NC
+        return mean_scores
 
 
 def own_scores(
@@ -341,10 +295,10 @@ def own_scores(
         Question("", list(context), list(texts), 0) for context, texts in pairs
     )
     scorer = RankerScorer(ranker, batch_tokens=batch_tokens, as_in_loss=as_in_loss)
-    prepared = scorer.prepare(questions)
+    scores = scorer.prepare(questions)
     context_scores = []
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
         batch = questions.rows(np.arange(start, min(len(questions), start + _QUESTIONS_AT_ONCE)))
-        scores = zip(prepared.scores(batch), batch.places_NK != NO_TEXT, strict=True)
-        context_scores += [scores_K[is_candidate_K] for scores_K, is_candidate_K in scores]
+        rows = zip(scores(batch), batch.places_NK != NO_TEXT, strict=True)
+        context_scores += [scores_K[is_candidate_K] for scores_K, is_candidate_K in rows]
     return context_scores

@@ -63,7 +63,7 @@ def bm25(context: str, candidate: str) -> float:
 @pytest.mark.parametrize("shared", [(), SHARED])
 def test_scores_are_those_of_the_formula(scorer, formula, shared):
     questions = asked(shared)
-    scores = scorer.fit(TEXTS).prepare(questions).scores(questions)
+    scores = scorer.fit(TEXTS).prepare(questions)(questions)
     expected = [
         [formula("\n".join(context), text) for text in (*candidates, *shared)]
         for context, candidates in zip(CONTEXTS, CANDIDATES, strict=True)
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_formula(scorer, formula, shared):
     np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-12)
     some = questions.rows(np.array([1]))
     ready = scorer.fit(TEXTS).prepare(questions)
-    np.testing.assert_allclose(ready.scores(some), expected[1:], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ready(some), expected[1:], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("scorer", [TfIdf, BM25])
@@ -89,7 +89,7 @@ def test_shared_words_win_unknown_ones_too_and_none_earn_nothing(scorer):
 def test_words_of_one_letter_count(scorer):
     """sklearn's own pattern drops them: of "a" and "i", much of a dialogue."""
     questions = Questions.of([Question("0", ["i"], ["i am", "a b"], 0)])
-    scores = scorer.fit(["i am", "a b c"]).prepare(questions).scores(questions)
+    scores = scorer.fit(["i am", "a b c"]).prepare(questions)(questions)
     assert scores[0, 0] > scores[0, 1] == 0
 
 
@@ -107,9 +107,7 @@ def test_chance_is_right_once_in_c(candidates):
 
 def test_chance_follows_from_its_seed():
     questions = Questions.of([Question("0", [], [*"abcdefgh"], 0)], [*"xyz"])
-    first, same, other = (
-        Chance(seed).prepare(questions).scores(questions).tolist() for seed in (1, 1, 2)
-    )
+    first, same, other = (Chance(seed).prepare(questions)(questions).tolist() for seed in (1, 1, 2))
     assert len(first[0]) == 11
     assert first == same
     assert first != other

@@ -62,11 +62,8 @@ score = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])
 
 @given(st.lists(st.tuples(score, score, st.booleans()), min_size=1, max_size=12))
 def test_no_other_threshold_has_a_higher_recall(rows):
-    class Scores:
-        def scores(self, asked):
-            return np.array([[r, w, 0.0] for r, w, _ in rows], np.float32)[
-                [int(i) for i in asked.ids]
-            ]
+    def scores(asked):
+        return np.array([[*rows[int(name)][:2], 0.0] for name in asked.ids], np.float32)
 
     asked = Questions.of(
         Question(str(n), [], ["right", "wrong", "NONE"], 2 if absent else 0)
@@ -74,9 +71,9 @@ def test_no_other_threshold_has_a_higher_recall(rows):
     )
 
     def recall(value: float) -> int:
-        return int((rank(Scores(), asked, none_score=value).ranks_N == 1).sum())
+        return int((rank(scores, asked, none_score=value).ranks_N == 1).sum())
 
-    last = rank(Scores(), asked, none_score=-np.inf)
+    last = rank(scores, asked, none_score=-np.inf)
     chosen = none_candidate.threshold(last, none_candidate.is_right(asked))
     tried = [-3.0, -1.0, -0.25, 0.1, 0.6, 2.0, 4.0]
     assert recall(chosen) == max(map(recall, tried))

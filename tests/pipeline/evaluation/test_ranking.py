@@ -49,14 +49,14 @@ def exact(monkeypatch):
 def test_a_rankers_scores_are_those_of_each_question_alone(tiny, architecture, shared):
     scorer = RankerScorer(tiny.ranker(architecture=architecture), batch_tokens=50)
     asked = Questions.of(ASKED, shared)
-    together = scorer.prepare(asked).scores(asked)
+    together = scorer.prepare(asked)(asked)
     assert together.shape == (3, 3 + len(shared))
     assert together.dtype == np.float32
     for scores, question in zip(together, ASKED, strict=True):
         candidates = [*question.candidates, *shared]
         # Another order of candidates, all of them its own: the same scores in that order.
         turned = Questions.of([question._replace(candidates=candidates[::-1])])
-        alone = scorer.prepare(turned).scores(turned)[0]
+        alone = scorer.prepare(turned)(turned)[0]
         np.testing.assert_allclose(scores[::-1], alone, rtol=0, atol=1e-5)
     twice = 3 * bool(shared)  # "w6" is in both
     assert len(np.unique(together.round(5))) == 3 * (3 + len(shared)) - twice
@@ -72,7 +72,7 @@ def test_questions_may_have_different_numbers_of_candidates(tiny, architecture):
     each = own_scores(ranker, [q.context for q in uneven], [q.candidates for q in uneven])
     for number, (question, scores) in enumerate(zip(uneven, each, strict=True)):
         one = Questions.of([question])
-        alone = RankerScorer(ranker).prepare(one).scores(one)[0].astype(np.float64)
+        alone = RankerScorer(ranker).prepare(one)(one)[0].astype(np.float64)
         np.testing.assert_allclose(scores, alone, rtol=0, atol=1e-5)
         right = alone[question.label]
         assert found.ranks_N[number] == (alone >= right).sum()
@@ -94,7 +94,7 @@ def test_questions_that_share_all_candidates_are_ranked_as_with_their_own(tiny, 
     assert found.top_NT.tolist() == expected.top_NT.tolist()
     np.testing.assert_allclose(found.losses_N, expected.losses_N, atol=1e-5)
     for baseline in (Chance(), TfIdf.fit(texts), BM25.fit(texts)):
-        scores = [baseline.prepare(each).scores(each) for each in (own, shared)]
+        scores = [baseline.prepare(each)(each) for each in (own, shared)]
         np.testing.assert_allclose(scores[0], scores[1], atol=1e-6)
 
 
@@ -108,7 +108,7 @@ def test_what_is_evaluated_is_what_python_and_the_service_compute(
     tiny.ranker(architecture=architecture).save(tmp_path)
     model = SimpleNamespace(local=lambda: tmp_path)
     asked = Questions.of([ASKED[1]])
-    evaluated = load_scorer(model, precision=precision).prepare(asked).scores(asked)[0]
+    evaluated = load_scorer(model, precision=precision).prepare(asked)(asked)[0]
     ranker = Ranker.load(tmp_path, precision=precision, device="cpu")
     served = ranker.rank(ASKED[1].context, ASKED[1].candidates)
     assert sorted(evaluated.tolist(), reverse=True) == [result.score for result in served.results]
@@ -120,7 +120,7 @@ def test_no_more_vectors_of_candidates_are_gathered_than_the_bound(tiny, monkeyp
     ranker = tiny.ranker(architecture=architecture)
     asked = Questions.of([*ASKED, *ASKED], SHARED)
     prepared = RankerScorer(ranker).prepare(asked)
-    expected = prepared.scores(asked)
+    expected = prepared(asked)
     gathered, scores = [], ranker.dual.scores
 
     def recorded(vectors_BMD, mask_BM, candidates):
@@ -131,7 +131,7 @@ def test_no_more_vectors_of_candidates_are_gathered_than_the_bound(tiny, monkeyp
     monkeypatch.setattr(ranker.dual, "scores", recorded)
     own = asked.places_NK.shape[1] * ranker.dual.dimensions  # numbers of one question
     monkeypatch.setattr(ranking, "_NUMBERS_AT_ONCE", 2 * own)
-    np.testing.assert_allclose(prepared.scores(asked), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(prepared(asked), expected, rtol=0, atol=1e-5)
     assert gathered == [2 * own] * 3
 
 
@@ -203,7 +203,7 @@ class Clock:
         self.now, self.asked = 0.0, list[int]()
         monkeypatch.setattr(ranking.time, "perf_counter", lambda: self.now)
 
-    def scores(self, asked):
+    def __call__(self, asked):
         assert len(asked) == 1  # batch size 1
         self.asked.append(int(asked.ids[0]))
         self.now += self.asked[-1] / 100
