@@ -399,9 +399,10 @@ class Ranker:
         (row,) = self.module.context_rows([turns])
         vectors_1MD, mask_1M = inference.context_row_vectors(self.module, [row])
         vectors_CD = self._candidate_vectors(texts)
-        result = explanation.explain(self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD)
-        tokens, attention_MT = result.attended
-        return Explanation(tokens, _array(attention_MT), _array(result.weights_CM))
+        tokens, *weights = explanation.explain(
+            self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD
+        )
+        return Explanation(tokens, *map(_array, weights))
 
     def _in_windows(
         self,

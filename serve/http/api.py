@@ -176,7 +176,7 @@ class _Interface:
 def _values(answer: RankAnswer) -> int:
     """The size of an answer in JSON: a result has some ten values, and an explanation a value a weight."""
     explained = answer.explained
-    weights = explained.weights_CM.numel() + explained.attended[1].numel() if explained else 0
+    weights = explained.weights_CM.numel() + explained.attention_MT.numel() if explained else 0
     return 10 * len(answer.results) + weights
 
 
@@ -184,9 +184,8 @@ def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
     explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
-        tokens, attention_MT = explained.attended
-        explanation = Explanation(tokens, _rounded(attention_MT))
         weights = _rounded(explained.weights_CM)
+        explanation = Explanation(explained.tokens, _rounded(explained.attention_MT))
     if answer.pool:
         missing = list(answer.missing_shards)
         pool = bodies.PoolVersion(

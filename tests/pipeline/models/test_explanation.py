@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.models import inference
-from pipeline.models.explanation import attention_to_tokens, candidate_weights
+from pipeline.models.explanation import Explained, explain
 from pipeline.models.ranker import Ranker, load_ranker, new_network
 from pipeline.models.settings import BiConfig, PolyConfig
 from tests.helpers import softmax
@@ -84,16 +84,19 @@ def oracle_attention(ranker: Ranker, outputs_TD: np.ndarray) -> np.ndarray:
     return softmax(scale * codes_MD @ outputs_TD.T)
 
 
-def attended_by(ranker, context=CONTEXT):
-    return attention_to_tokens(ranker, *ranker.context_rows([context]))
+def explained(ranker: Ranker, context: list[str] = CONTEXT) -> Explained:
+    (row,) = ranker.context_rows([context])
+    vectors_1MD, mask_1M = inference.context_row_vectors(ranker, [row])
+    vectors_CD = inference.candidate_vectors(ranker, TEXTS)
+    return explain(ranker, row, vectors_1MD[0], mask_1M[0], vectors_CD)
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "heads" not in name])
 def test_attention_is_that_of_the_definitions_and_makes_the_vectors_of_the_outputs(ranker_of, name):
     ranker = ranker_of(name)
-    attended = attended_by(ranker)
-    assert attended.weights_MT.shape == (ranker.config.vectors_per_context, len(attended.tokens))
-    weights_MT = attended.weights_MT.double().numpy()
+    tokens, attention_MT, _ = explained(ranker)
+    assert attention_MT.shape == (ranker.config.vectors_per_context, len(tokens))
+    weights_MT = attention_MT.double().numpy()
     expected = oracle_attention(ranker, outputs_of(ranker))
     np.testing.assert_allclose(weights_MT, expected, rtol=0, atol=1e-5)
     (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
@@ -116,7 +119,7 @@ def test_heads_are_averaged(ranker_of):
     expected = np.mean(
         [softmax(queries[:, part] @ keys[:, part].T / share**0.5) for part in parts], axis=0
     )
-    found = attended_by(ranker).weights_MT.numpy()
+    found = explained(ranker).attention_MT.numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
@@ -125,7 +128,7 @@ def test_weights_times_products_are_the_rankers_scores(ranker_of, name):
     ranker = ranker_of(name)
     (vectors_MD,), (mask_M,) = inference.context_vectors(ranker, [CONTEXT])
     candidates_CD = inference.candidate_vectors(ranker, TEXTS)
-    weights_CM = candidate_weights(ranker, vectors_MD, mask_M, candidates_CD)
+    weights_CM = explained(ranker).weights_CM
     np.testing.assert_allclose(weights_CM.sum(dim=1), 1.0, rtol=0, atol=1e-5)
     if name == "candidate_heads":  # the mean over its heads
         assert weights_CM.shape == (len(TEXTS), len(vectors_MD))
@@ -161,17 +164,17 @@ def test_pads_get_nothing_and_rows_add_up_to_1(ranker_of, seed, length, pads):
 def test_tokens_are_the_rows_pieces(ranker_of):
     """A byte is a token of the tiny tokenizer, which puts a space between any two."""
     ranker = ranker_of("learnt")
-    tokens = attended_by(ranker, ["ab"]).tokens
+    tokens = explained(ranker, ["ab"]).tokens
     assert tokens == ["[CLS]", " a", " b", " [SEP]"]
-    long = attended_by(ranker, ["x" * 500]).tokens
+    long = explained(ranker, ["x" * 500]).tokens
     assert len(long) == ranker.config.max_context_tokens
 
 
 def test_a_cut_changes_no_attention(tiny_ranker):
     """The first dimensions of a vector hold the same tokens as all of them."""
     ranker = load_ranker(Path(tiny_ranker("poly").uri))
-    whole = attended_by(ranker).weights_MT
+    whole = explained(ranker).attention_MT
     config = dataclasses.replace(ranker.config, matryoshka=(8,))
     ranker.config = ranker.network.config = config
     ranker.cut(8)
-    torch.testing.assert_close(attended_by(ranker).weights_MT, whole)
+    torch.testing.assert_close(explained(ranker).attention_MT, whole)

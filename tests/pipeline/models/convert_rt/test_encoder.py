@@ -32,7 +32,7 @@ from pipeline.models.convert_rt.tokenizer import (
     join_earlier,
     save_vocabulary,
 )
-from pipeline.models.explanation import attention_to_tokens, candidate_weights
+from pipeline.models.explanation import explain
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from tests.helpers import refusal, softmax
@@ -400,14 +400,15 @@ def test_settings_out_of_range_are_refused(settings):
 
 def test_what_it_explains_adds_up_to_1(convert):
     ranker = convert(earlier_turns=10)
-    attended = attention_to_tokens(ranker, *ranker.context_rows([["a b", "the cat"]]))
-    assert attended.weights_MT.shape == (1, len(attended.tokens))
-    torch.testing.assert_close(attended.weights_MT.sum(), torch.tensor(1.0))
-    divider = attended.tokens.index("\n")
-    torch.testing.assert_close(attended.weights_MT[0, :divider].sum(), torch.tensor(0.5))
-    vectors_BMD, mask_BM = inference.context_vectors(ranker, [["a"]])
-    texts = inference.candidate_vectors(ranker, TEXTS)
-    assert candidate_weights(ranker, vectors_BMD[0], mask_BM[0], texts).tolist() == [[1.0]] * 4
+    (row,) = ranker.context_rows([["a b", "the cat"]])
+    vectors_BMD, mask_BM = inference.context_row_vectors(ranker, [row])
+    vectors_CD = inference.candidate_vectors(ranker, TEXTS)
+    tokens, attention_MT, weights_CM = explain(ranker, row, vectors_BMD[0], mask_BM[0], vectors_CD)
+    assert attention_MT.shape == (1, len(tokens))
+    torch.testing.assert_close(attention_MT.sum(), torch.tensor(1.0))
+    divider = tokens.index("\n")
+    torch.testing.assert_close(attention_MT[0, :divider].sum(), torch.tensor(0.5))
+    assert weights_CM.tolist() == [[1.0]] * 4
     assert "dimensions" in refusal(ranker.cut, 4)
 
 
