@@ -149,21 +149,22 @@ class Ranker(nn.Module):
         assert not isinstance(self.network, ConvertNetwork)
         return min(tower.positions for tower in _towers(self.network, self.config).values())
 
-    def context_rows(self, contexts: Sequence[Sequence[str]]) -> list[list[int]]:
-        config = self.config
+    def context_rows(
+        self, contexts: Sequence[Sequence[str]], max_tokens: int = 0
+    ) -> list[list[int]]:
+        """`max_tokens`: the most of a row; 0: those of the settings."""
+        config, tokens = self.config, max_tokens or self.config.max_context_tokens
         if isinstance(config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            return self.tokenizer.contexts(
-                contexts, config.max_context_tokens, config.context_prompt, config.context_keeps
-            )
-        return self.tokenizer.contexts(contexts, config.max_context_tokens)
+            prompt, keeps = config.context_prompt, config.context_keeps
+            return self.tokenizer.contexts(contexts, tokens, prompt, keeps)
+        return self.tokenizer.contexts(contexts, tokens)
 
-    def candidate_rows(self, texts: Sequence[str]) -> list[list[int]]:
-        config = self.config
+    def candidate_rows(self, texts: Sequence[str], max_tokens: int = 0) -> list[list[int]]:
+        config, tokens = self.config, max_tokens or self.config.max_candidate_tokens
         if isinstance(config, OnEncoderConfig) and isinstance(self.tokenizer, Tokenizer):
-            return self.tokenizer.candidates(
-                texts, config.max_candidate_tokens, config.candidate_prompt, config.candidate_keeps
-            )
-        return self.tokenizer.candidates(texts, config.max_candidate_tokens)
+            prompt, keeps = config.candidate_prompt, config.candidate_keeps
+            return self.tokenizer.candidates(texts, tokens, prompt, keeps)
+        return self.tokenizer.candidates(texts, tokens)
 
     def pairs(
         self, contexts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]

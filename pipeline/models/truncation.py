@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from pipeline.models.settings import OnEncoderConfig
 
 if TYPE_CHECKING:
     from pipeline.models.ranker import Ranker
 
 SAMPLED = 2_000
 _COUNTED = 100_000  # tokens of the longest text
+_RowsOf = Callable[[Any, int], list[list[int]]]
+"""Texts and the most tokens of a row to rows of token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Truncated:
 def truncation(ranker: Ranker, contexts: Sequence[Sequence[str]], candidates: Sequence[str]) -> str:
     """One line, of the first 2,000 of each; "" where none is longer than what the ranker reads."""
     config = ranker.config
-    of_contexts = _truncated(*_of_contexts(ranker), contexts)
+    of_contexts = _truncated(ranker.context_rows, config.max_context_tokens, contexts)
     of_candidates = truncated_candidates(ranker, candidates)
     lines = (
         of_contexts.line("contexts", config.max_context_tokens),
@@ -56,39 +55,17 @@ def truncation(ranker: Ranker, contexts: Sequence[Sequence[str]], candidates: Se
 
 def truncated_candidates(ranker: Ranker, candidates: Sequence[str]) -> Truncated:
     """The numbers of the first 2,000."""
-    return _truncated(*_of_candidates(ranker), candidates)
+    return _truncated(ranker.candidate_rows, ranker.config.max_candidate_tokens, candidates)
 
 
 def longer_contexts(ranker: Ranker, contexts: Sequence[Sequence[str]]) -> list[int]:
     """Places of the contexts that the ranker does not read to their end."""
-    return _longer(*_of_contexts(ranker), contexts)
+    return _longer(ranker.context_rows, ranker.config.max_context_tokens, contexts)
 
 
 def longer_candidates(ranker: Ranker, candidates: Sequence[str]) -> list[int]:
     """Places of the candidates that the ranker does not read to their end."""
-    return _longer(*_of_candidates(ranker), candidates)
-
-
-_RowsOf = Callable[[Any, int], list[list[int]]]
-"""Texts and the most tokens of a row to rows of token ids."""
-
-
-def _of_contexts(ranker: Ranker) -> tuple[_RowsOf, int]:
-    """(what tokenises contexts, the most tokens of one)"""
-    config = ranker.config
-    prompt = config.context_prompt if isinstance(config, OnEncoderConfig) else ""
-    return _with_prompt(ranker.tokenizer.contexts, prompt), config.max_context_tokens
-
-
-def _of_candidates(ranker: Ranker) -> tuple[_RowsOf, int]:
-    config = ranker.config
-    prompt = config.candidate_prompt if isinstance(config, OnEncoderConfig) else ""
-    return _with_prompt(ranker.tokenizer.candidates, prompt), config.max_candidate_tokens
-
-
-def _with_prompt(tokenise: Any, prompt: str) -> _RowsOf:
-    """Only the tokenizers of encoders have prompts."""
-    return functools.partial(tokenise, prompt=prompt) if prompt else tokenise
+    return _longer(ranker.candidate_rows, ranker.config.max_candidate_tokens, candidates)
 
 
 def _longer(rows_of: _RowsOf, most: int, texts: Sequence[Any]) -> list[int]:

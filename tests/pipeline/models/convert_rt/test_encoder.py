@@ -214,6 +214,13 @@ def encoded(ranker):
     return vectors_BMD[:, 0], inference.candidate_vectors(ranker, TEXTS)
 
 
+def explained(ranker):
+    (row,) = ranker.context_rows([["a b", "the cat"]])
+    vectors_BMD, mask_BM = inference.context_row_vectors(ranker, [row])
+    vectors_CD = inference.candidate_vectors(ranker, TEXTS)
+    return explain(ranker, row, vectors_BMD[0], mask_BM[0], vectors_CD)
+
+
 @pytest.mark.parametrize("earlier", [0, 10])
 def test_codes_give_a_context_several_vectors_that_are_compared_as_a_poly_encoders(
     convert, earlier
@@ -230,9 +237,9 @@ def test_codes_give_a_context_several_vectors_that_are_compared_as_a_poly_encode
     scores = ranker.dual.scores(vectors_BMD, mask_BM, candidates_CD)
     close(scores, (weights * logits).sum(axis=2))
     assert not torch.allclose(vectors_BMD[0, 0], vectors_BMD[0, 1], atol=1e-3)
-    attended = attention_to_tokens(ranker, *ranker.context_rows([["a b", "the cat"]]))
-    torch.testing.assert_close(attended.weights_MT.sum(dim=1), torch.ones(3))
-    assert len({tuple(row) for row in attended.weights_MT.tolist()}) == 3
+    attention_MT = explained(ranker).attention_MT
+    torch.testing.assert_close(attention_MT.sum(dim=1), torch.ones(3))
+    assert len({tuple(row) for row in attention_MT.tolist()}) == 3
     views = ranker.dual.context_views(ranker.tokenizer.batch(ranker.context_rows(CONTEXTS)))
     assert [view.vectors_BMD.shape for view in views] == [(6, 3, 8)] * len(views)
     with torch.no_grad():
@@ -400,10 +407,7 @@ def test_settings_out_of_range_are_refused(settings):
 
 def test_what_it_explains_adds_up_to_1(convert):
     ranker = convert(earlier_turns=10)
-    (row,) = ranker.context_rows([["a b", "the cat"]])
-    vectors_BMD, mask_BM = inference.context_row_vectors(ranker, [row])
-    vectors_CD = inference.candidate_vectors(ranker, TEXTS)
-    tokens, attention_MT, weights_CM = explain(ranker, row, vectors_BMD[0], mask_BM[0], vectors_CD)
+    tokens, attention_MT, weights_CM = explained(ranker)
     assert attention_MT.shape == (1, len(tokens))
     torch.testing.assert_close(attention_MT.sum(), torch.tensor(1.0))
     divider = tokens.index("\n")
