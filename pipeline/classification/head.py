@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.classification.settings import HeadConfig
-from pipeline.models.torch_operators import add_to_each
 
 
 class Head(nn.Module):
@@ -80,8 +79,9 @@ def fit(
                 mask_BF = torch.empty(vectors_BF.shape).bernoulli_(keep_share, generator=generator)
                 vectors_BF = vectors_BF * mask_BF.to(vectors_BF.device) / keep_share
             loss = F.cross_entropy(head.logits(vectors_BF), labels_N[places_B])
+            gradients = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
-                gradients = torch.autograd.grad(loss, parameters)
-                add_to_each(parameters, gradients, alpha=-rate)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.add_(gradient, alpha=-rate)
         progress(epoch, loss.item())
     return head.eval()

@@ -8,13 +8,13 @@ matrices are counted, 2 operations per multiplication and addition; the way back
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from pipeline.models.encoder import Encoder
 from pipeline.models.precision import Trained
@@ -125,15 +125,9 @@ def _measure_flops(device: torch.device, precision: Trained) -> float:
     size = _MEASURED_SIZE.get(device.type, _MEASURED_SIZE["cpu"])
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    product = matrix @ matrix
-    seconds, spent, synchronize = float("inf"), 0.0, device.type == "cuda"
-    while spent < _MEASURED_SECONDS:
-        if synchronize:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        torch.mm(matrix, matrix, out=product)
-        if synchronize:
-            torch.cuda.synchronize(device)
-        duration = time.perf_counter() - start
-        seconds, spent = min(seconds, duration), spent + duration
-    return 2 * size**3 / seconds
+    timer = Timer(
+        "torch.mm(matrix, matrix, out=product)",
+        globals={"matrix": matrix, "product": matrix @ matrix},
+        num_threads=torch.get_num_threads(),
+    )
+    return 2 * size**3 / min(timer.blocked_autorange(min_run_time=_MEASURED_SECONDS).times)

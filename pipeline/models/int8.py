@@ -98,13 +98,8 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear | Int8Linear]:
     return {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
 
 
-def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(parent), attribute, layer)
-
-
 def quantise_layers(module: nn.Module, most: int = _INT8) -> None:
     """Gives an encoder 8-bit layers in place of those with float weights, whose highest level is `most`."""
     for name, layer in linear_layers(module).items():
         if isinstance(layer, nn.Linear):
-            replace_layer(module, name, Int8Linear.of(layer, most))
+            module.set_submodule(name, Int8Linear.of(layer, most))

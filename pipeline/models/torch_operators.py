@@ -5,7 +5,7 @@ Public operators compute the same within rounding, but slower. No other module n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,6 @@ _attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_f
 _int8_product: Any = getattr(torch, "_int_mm", None)
 _lay_out_int8: Any = getattr(torch.ops.onednn, "qlinear_prepack", None)
 _int8_linear: Any = getattr(torch.ops.onednn, "qlinear_pointwise", None)
-_add_to_each: Any = getattr(torch, "_foreach_add_", None)
 MOST_LEVEL = 63
 """The highest level of weights that `int8_linear` multiplies fast on any processor."""
 
@@ -101,12 +100,3 @@ def int8_mm(left_NI: Tensor, right_IO: Tensor, out: Tensor | None = None) -> Ten
         product: Tensor = _int8_product(left_NI, right_IO, out=out)
         return product
     return torch.mm(left_NI.int(), right_IO.int(), out=out)
-
-
-def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
-    """Adds alpha · other to each tensor in place."""
-    if _add_to_each:
-        _add_to_each(tensors, others, alpha=alpha)
-        return
-    for tensor, other in zip(tensors, others, strict=True):
-        tensor.add_(other, alpha=alpha)

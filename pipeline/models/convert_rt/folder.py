@@ -29,7 +29,7 @@ from pipeline.models.convert_rt.start import (
 )
 from pipeline.models.convert_rt.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.encoder import read_weights
-from pipeline.models.int8 import Int8Linear, linear_layers, replace_layer
+from pipeline.models.int8 import Int8Linear, linear_layers
 from pipeline.models.settings import ConvertConfig
 
 WEIGHTS = "weights.safetensors"
@@ -90,7 +90,7 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
             levels, scale = (weights.pop(f"{_BLOCKS}{name}.{part}") for part in (_LEVELS, _SCALE))
             bias = weights.pop(f"{_BLOCKS}{name}.bias", None)
             layer = Int8Linear(levels, scale, None if bias is None else bias.float())
-            replace_layer(network.blocks, name, layer)
+            network.blocks.set_submodule(name, layer)
     network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     return tokenizer, network
 

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from pipeline.config import BadInput
 from pipeline.models.convert_rt import ConvertNetwork
 from pipeline.models.convert_rt.encoder import Places
-from pipeline.models.int8 import Int8Linear, linear_layers, replace_layer
+from pipeline.models.int8 import Int8Linear, linear_layers
 from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS
 
@@ -57,7 +57,7 @@ def export(ranker: Ranker, folder: Path) -> None:
     network = copy.deepcopy(network).requires_grad_(False)
     for name, layer in linear_layers(network.blocks).items():
         if isinstance(layer, Int8Linear):
-            replace_layer(network.blocks, name, _Int8Weights(layer))
+            network.blocks.set_submodule(name, _Int8Weights(layer))
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that there is no torchvision
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own code

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.int8 import Int8Linear, linear_layers, replace_layer
+from pipeline.models.int8 import Int8Linear, linear_layers
 from pipeline.models.interop import to_onnx
 from pipeline.models.ranker import load_ranker
 
@@ -58,7 +58,7 @@ def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
             plain.weight.data = weight_OI
             if layer.bias is not None:
                 plain.bias.data = layer.bias
-            replace_layer(expected.network.blocks, name, plain)
+            expected.network.blocks.set_submodule(name, plain)
     inference.place(expected, torch.device("cpu"), "fp32")
     candidates = inference.candidate_vectors(expected, TEXTS)
     contexts = inference.context_vectors(expected, [[text] for text in TEXTS])[0][:, 0]
