@@ -90,9 +90,8 @@ class ScorerConfig:
     max_candidate_tokens: int = 72
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
-    ABOVE_0: ClassVar[tuple[str, ...]] = ()
-    SIZES: ClassVar[tuple[str, ...]] = ()
-    """What a trained model's weights fit, where a model of the same settings can be trained further."""
+    MAY_BE_0: ClassVar[tuple[str, ...]] = ()
+    """Numbers are above 0, but for these and those that are 0 by default."""
 
     def __post_init__(self) -> None:
         # The types, too: jsonargparse does not read ranker.json.
@@ -106,10 +105,14 @@ class ScorerConfig:
             elif kind == tuple[int, ...]:
                 is_tuple = isinstance(value, tuple) and all(type(n) is int for n in value)
                 require(is_tuple, f"ranker.{name}", value, "whole numbers")
-        for name in self.ABOVE_0:
-            require(getattr(self, name) > 0, f"ranker.{name}", getattr(self, name), "above 0")
         for name in ("max_context_tokens", "max_candidate_tokens"):
             require(getattr(self, name) >= 3, f"ranker.{name}", getattr(self, name), ">= 3")
+        for setting in fields(self):
+            if type(setting.default) in (int, float):
+                may_be_0 = setting.default == 0 or setting.name in self.MAY_BE_0
+                value = getattr(self, setting.name)
+                require(value > 0 or (may_be_0 and value == 0), f"ranker.{setting.name}", value,
+                        ">= 0" if may_be_0 else "above 0")  # fmt: skip
 
     @property
     def vectors_per_context(self) -> int:
@@ -136,14 +139,9 @@ class ScorerConfig:
         them, and still load."""
 
     def sized_as(self, model: ScorerConfig) -> Self:
-        """These settings, with the sizes of a model that is trained further where they are the defaults."""
-        if type(model) is not type(self):
-            return self
-        return replace(self, **{
-            setting.name: getattr(model, setting.name)
-            for setting in fields(self)
-            if setting.name in self.SIZES and getattr(self, setting.name) == setting.default
-        })  # fmt: skip
+        """These settings, with the sizes of a model that is trained further where they are the defaults; for
+        architectures whose settings say the sizes."""
+        return self
 
     @property
     def search_attention(self) -> Attention:
@@ -194,8 +192,6 @@ class OnEncoderConfig(ScorerConfig):
     """The tokens that a long candidate keeps: the first ones, or the first quarter and the last ones (Sun et
     al., 2019, arXiv 1905.05583, found this best for long documents)."""
 
-    ABOVE_0 = (*ScorerConfig.ABOVE_0, "output_scaling")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DualConfig(OnEncoderConfig):
@@ -225,12 +221,8 @@ class DualConfig(OnEncoderConfig):
     dimensions: int = 0
     """Truncate vectors to this width, one of `matryoshka`; 0: the full width."""
 
-    ABOVE_0 = (*OnEncoderConfig.ABOVE_0, "reduction_m")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("projection", "vector_length"):
-            require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
         require(all(width >= 1 for width in self.matryoshka), "ranker.matryoshka", self.matryoshka,
                 "widths >= 1")  # fmt: skip
         require(self.dimensions in (0, *self.matryoshka), "ranker.dimensions", self.dimensions,
@@ -277,8 +269,6 @@ class PolyConfig(DualConfig):
     code_init_std: float = field(default=0.05, metadata=_HAS_CODES)
     """Codes start as N(0, std). With a small std they start at mean pooling; ParlAI's uniform(0, 1) needs
     weights made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
-
-    ABOVE_0 = (*DualConfig.ABOVE_0, "m", "attention_heads", "code_init_std")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -386,40 +376,14 @@ class ConvertConfig(ScorerConfig):
     range_every_steps: int = field(default=100, metadata=read_when({"ranker.quantised": (True,)}))
     """Steps after which training sets the range of the 8-bit tables again."""
 
-    ABOVE_0 = (
-        *ScorerConfig.ABOVE_0,
-        "buckets",
-        "width",
-        "attention_width",
-        "intermediate",
-        "reduction_heads",
-        "reduction_width",
-        "encoding_width",
-        "range_every_steps",
-    )
-    SIZES: ClassVar[tuple[str, ...]] = (
-        "max_context_tokens",
-        "max_candidate_tokens",
-        "earlier_turns",
-        "number_earlier_turns",
-        "context_codes",
-        "buckets",
-        "width",
-        "position_tables",
-        "windows",
-        "attention_width",
-        "intermediate",
-        "reduction_heads",
-        "reduction_width",
-        "hidden",
-        "encoding_width",
-        "activation",
-    )
+    MAY_BE_0 = ("anneal_steps",)
+    OF_TRAINING: ClassVar[tuple[str, ...]] = (
+        "anneal_steps", "start", "quantised", "block_weights", "range_every_steps",
+    )  # fmt: skip
+    """The settings that are no sizes: a trained model's weights fit whatever they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("earlier_turns", "context_codes", "anneal_steps"):
-            require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
         for name in ("position_tables", "windows", "hidden"):
             value = getattr(self, name)
             require(len(value) > 0 and min(value) >= 1, f"ranker.{name}", value, "numbers >= 1")
@@ -433,6 +397,15 @@ class ConvertConfig(ScorerConfig):
     @property
     def starts_from_tokenizer(self) -> bool:
         return True
+
+    def sized_as(self, model: ScorerConfig) -> Self:
+        if type(model) is not type(self):
+            return self
+        return replace(self, **{
+            setting.name: getattr(model, setting.name)
+            for setting in fields(self)
+            if setting.name not in self.OF_TRAINING and getattr(self, setting.name) == setting.default
+        })  # fmt: skip
 
     @property
     def saves_int8(self) -> bool:
