@@ -8,12 +8,12 @@ no use for: ranks, checkpoints, cursors, metrics.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline import progress
 from pipeline.classification.settings import HeadConfig
 
 
@@ -46,19 +46,9 @@ def unit(vectors_NF: Tensor) -> Tensor:
     return F.normalize(vectors_NF.float(), dim=1)
 
 
-def fit(
-    vectors_NF: Tensor,
-    labels_N: Tensor,
-    intents: int,
-    config: HeadConfig,
-    seed: int,
-    progress: Callable[[int, float], None] = lambda epoch, loss: None,
-) -> Head:
+def fit(vectors_NF: Tensor, labels_N: Tensor, intents: int, config: HeadConfig, seed: int) -> Head:
     """A head trained on vectors and the numbers of their intents. The same seed gives the same head on
-    the same device.
-
-    `progress` hears each epoch's number, from 0, and its last step's loss.
-    """
+    the same device."""
     generator = torch.Generator().manual_seed(seed)
     head = Head(vectors_NF.shape[1], config.hidden, intents)
     head.reset(generator)
@@ -69,19 +59,23 @@ def fit(
     if config.balanced:
         weights_N = 1 / torch.bincount(labels_N.cpu(), minlength=intents)[labels_N.cpu()]
     parameters: list[Tensor] = list(head.parameters())
-    for epoch in range(config.epochs):
-        rate = config.learning_rate * (1 - epoch / config.epochs)
-        # An intent by its share, then one of its texts: the same as any text.
-        drawn = torch.multinomial(weights_N, steps * config.batch, True, generator=generator)
-        for places_B in drawn.to(vectors_NF.device).view(steps, config.batch):
-            vectors_BF = units_NF[places_B]
-            if config.dropout:
-                mask_BF = torch.empty(vectors_BF.shape).bernoulli_(keep_share, generator=generator)
-                vectors_BF = vectors_BF * mask_BF.to(vectors_BF.device) / keep_share
-            loss = F.cross_entropy(head.logits(vectors_BF), labels_N[places_B])
-            gradients = torch.autograd.grad(loss, parameters)
-            with torch.no_grad():
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.add_(gradient, alpha=-rate)
-        progress(epoch, loss.item())
+    with progress.bar(f"head {seed}", config.epochs, unit="epoch") as bar:
+        for epoch in range(config.epochs):
+            rate = config.learning_rate * (1 - epoch / config.epochs)
+            # An intent by its share, then one of its texts: the same as any text.
+            drawn = torch.multinomial(weights_N, steps * config.batch, True, generator=generator)
+            for places_B in drawn.to(vectors_NF.device).view(steps, config.batch):
+                vectors_BF = units_NF[places_B]
+                if config.dropout:
+                    mask_BF = torch.empty(vectors_BF.shape).bernoulli_(
+                        keep_share, generator=generator
+                    )
+                    vectors_BF = vectors_BF * mask_BF.to(vectors_BF.device) / keep_share
+                loss = F.cross_entropy(head.logits(vectors_BF), labels_N[places_B])
+                gradients = torch.autograd.grad(loss, parameters)
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.add_(gradient, alpha=-rate)
+            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+            bar.update()
     return head.eval()

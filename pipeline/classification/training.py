@@ -25,7 +25,6 @@ from pipeline.models.sources import Source
 from pipeline.storage import npy
 
 _VECTORS = "_vectors.npy"
-_PROGRESS_S = 10.0
 _MEASURED_TEXTS = 256
 
 
@@ -113,8 +112,8 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
     place_of_label = {label: place for place, label in enumerate(labels)}
     labels_N = torch.tensor([place_of_label[row.intent] for row in train_rows])
     vectors_NF = vectors.of(train_rows)
-    labels_N, progress = labels_N.to(vectors_NF.device), _Progress(f"head {seed}", plan.head.epochs)
-    trained_head = head.fit(vectors_NF, labels_N, len(labels), plan.head, seed, progress).cpu()
+    labels_N = labels_N.to(vectors_NF.device)
+    trained_head = head.fit(vectors_NF, labels_N, len(labels), plan.head, seed).cpu()
     encoder_reference = str(plan.encoder["uri"]), str(plan.encoder["fingerprint"])
     classifier = Classifier(trained_head, labels, 0.0, plan.encode, plan.head, *encoder_reference)
     if texts.threshold:
@@ -172,16 +171,3 @@ def report(texts: Texts, records: Sequence[HeadRecord], plan: TrainingPlan) -> d
         "notes": list(texts.notes),
         **first_record.details,
     }
-
-
-class _Progress:
-    """A line now and then."""
-
-    def __init__(self, name: str, epochs: int) -> None:
-        self._name, self._epochs, self._shown = name, epochs, time.monotonic()
-
-    def __call__(self, epoch: int, loss: float) -> None:
-        if time.monotonic() - self._shown >= _PROGRESS_S:
-            self._shown = time.monotonic()
-            epochs = f"epoch {epoch + 1:,} of {self._epochs:,}"
-            print(f"{self._name}: {epochs}, loss {loss:.3f}", flush=True)
