@@ -89,6 +89,10 @@ class Questions:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def leaving_out(self, counts: Mapping[str, int]) -> Questions:
+        """The same questions, with the counts of examples that are none."""
+        return replace(self, left_out={reason: count for reason, count in counts.items() if count})
+
     @property
     def candidates(self) -> int:
         """C = K + S, the most that a question has."""
@@ -172,9 +176,20 @@ def questions(
     """
     total = _count_examples(corpus, split)
     places = draw_places(total, max_examples, seed)
-    drawn = _questions_at_places(corpus, split, source, candidates, places, seed, fewer)
-    left_out = {"beyond max_examples": total - len(drawn)}
-    return replace(drawn, left_out={name: count for name, count in left_out.items() if count})
+    rows = [] if source == "blocks" else read_rows(corpus, split, sorted(places))
+    if source == "blocks":
+        drawn = _block_questions(corpus, split, places, candidates, seed, fewer)
+    elif source == "given":
+        drawn = Questions.of(_read_given(row, candidates, seed) for row in rows)
+    elif source == "others":
+        drawn = _article_questions(corpus, rows, candidates)
+    else:
+        pool = _responses(corpus, f"{split}/" if source == "sampled" else "", candidates, fewer)
+        if candidates >= len(pool):
+            drawn = _among_all(rows, pool)
+        else:
+            drawn = Questions.of(_sample(row, pool, candidates, seed) for row in rows)
+    return drawn.leaving_out({"beyond max_examples": total - len(drawn)})
 
 
 def validation_questions(
@@ -199,13 +214,10 @@ def validation_questions(
             question = _sample(row, pool, min(candidates, len(pool)), seed)
         if len(question.candidates) > 1:
             answerable.append(question)
-    left_out = {
+    return Questions.of(answerable).leaving_out({
         "beyond valid_examples": total - len(rows),
         "no wrong candidate": len(rows) - len(answerable),
-    }
-    return replace(
-        Questions.of(answerable), left_out={n: count for n, count in left_out.items() if count}
-    )
+    })  # fmt: skip
 
 
 def _count_examples(corpus: Artifact, split: str) -> int:
@@ -214,29 +226,6 @@ def _count_examples(corpus: Artifact, split: str) -> int:
     if not total:
         raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
     return total
-
-
-def _questions_at_places(
-    corpus: Artifact,
-    split: str,
-    source: CandidateSource,
-    candidates: int,
-    places: Sequence[int],
-    seed: int,
-    fewer: bool,
-) -> Questions:
-    if source == "blocks":
-        return _block_questions(corpus, split, places, candidates, seed, fewer)
-    rows = read_rows(corpus, split, sorted(places))
-    if source == "given":
-        return Questions.of(_read_given(row, candidates, seed) for row in rows)
-    if source in ("sampled", "corpus"):
-        folder = f"{split}/" if source == "sampled" else ""
-        pool = _responses(corpus, folder, candidates, fewer)
-        if candidates >= len(pool):
-            return _among_all(rows, pool)
-        return Questions.of(_sample(row, pool, candidates, seed) for row in rows)
-    return _article_questions(corpus, rows, candidates)
 
 
 def _read_given(row: DrawnRow, candidates: int, seed: int) -> Question:
