@@ -117,6 +117,11 @@ class _Dense:
     bias: Tensor | None
     tanh: bool
 
+    def named(self, layer: str) -> dict[str, Tensor]:
+        """Its tensors by the names of a layer of ours."""
+        bias = {} if self.bias is None else {f"{layer}.bias": self.bias}
+        return {f"{layer}.weight": self.weight, **bias}
+
 
 @dataclass(frozen=True)
 class _Chain:
@@ -151,9 +156,9 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     sides = [folder / side for side in ("context", "candidate")]
     if all((side / "modules.json").exists() for side in sides):
         return _bi([_chain(side) for side in sides], lengths)
-    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = _json_if_there(folder / "config.json")
     path = folder / "config_sentence_transformers.json"
-    metadata = _json(path) if path.exists() else {}
+    metadata = _json_if_there(path)
     architecture = (config.get("architectures") or [""])[0]
     # With modules behind it, the Transformer gives vectors: its classifier, if any, is unused.
     if architecture.endswith(_CLASSIFIER) and len(_modules(folder)) < 2:
@@ -189,22 +194,20 @@ def _require_no_default_prompt(path: Path, metadata: Mapping[str, Any]) -> None:
 def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
     """A bi-encoder of one chain for both sides, or of two chains."""
     context, candidate = chains[0], chains[-1]
-    weights = {}
+    weights = dict[str, Tensor]()
     for side, chain in zip(("context", "candidate"), chains, strict=False):
-        folder = chain.transformer.folder
+        if len(chain.layers) > 1:
+            folder = chain.transformer.folder
+            raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one")
         for layer in chain.layers:
-            if len(chain.layers) > 1:
-                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one")
-            weights[f"{side}_projection.weight"] = layer.weight
-            if layer.bias is not None:
-                weights[f"{side}_projection.bias"] = layer.bias
-    projections = context.layers[:1]
+            weights |= layer.named(f"{side}_projection")
+    projection = next(iter(context.layers), None)
     config = BiConfig(
         reduction=context.reduction,
-        projection_bias=any(layer.bias is not None for layer in projections),
-        projection_activation="tanh" if any(layer.tanh for layer in projections) else "none",
+        projection=len(projection.weight) if projection else 0,
+        projection_bias=projection is not None and projection.bias is not None,
+        projection_activation="tanh" if projection and projection.tanh else "none",
         share_towers=len(chains) == 1,
-        projection=len(context.layers[0].weight) if context.layers else 0,
         vector_length=context.length,
         max_context_tokens=lengths.context or context.transformer.limits.context,
         max_candidate_tokens=lengths.candidate or candidate.transformer.limits.candidate,
@@ -214,11 +217,12 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
     if candidate.transformer.tokenizer.hf.truncation_side == "left" and len(chains) == 1:
         print(f"{candidate.transformer.folder}: truncation_side: left out: long candidates keep their "
               "beginning", file=sys.stderr, flush=True)  # fmt: skip
-    texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
-    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length) and (
-        [layer.tanh for layer in context.layers] == [layer.tanh for layer in candidate.layers]
-    )
-    if not are_alike or len(texts) > 1:
+    kinds = {
+        (chain.transformer.tokenizer.hf.backend_tokenizer.to_str(), chain.reduction, chain.length,
+         tuple(layer.tanh for layer in chain.layers))
+        for chain in chains
+    }  # fmt: skip
+    if len(kinds) > 1:
         raise BadInput(f"{context.transformer.folder}, {candidate.transformer.folder}: not the same "
                        "tokenizer, Pooling and Normalize on both sides")  # fmt: skip
     candidate_encoder = None if config.share_towers else candidate.transformer.encoder
@@ -232,11 +236,9 @@ def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
     if score is None or chain.reduction != "first" or not fits or score.tanh or chain.length:
         raise BadInput(f"{chain.transformer.folder}: these modules make no cross-encoder; allowed: Pooling "
                        "(cls) → Dense with bias and tanh, or none → Dense to one score")  # fmt: skip
-    weights = {"score.weight": score.weight}
-    weights["score.bias"] = torch.zeros(1) if score.bias is None else score.bias
+    weights = {"score.bias": torch.zeros(1), **score.named("score")}
     for layer in poolers:
-        assert layer.bias is not None
-        weights.update({"pooler.weight": layer.weight, "pooler.bias": layer.bias})
+        weights |= layer.named("pooler")
     return _pair_ranker(chain.transformer, weights, lengths)
 
 
@@ -244,14 +246,13 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
     """A head of `transformers`: dropout aside, layer → activation → norm, if any → score."""
     pooler, activation, score = _CLASSIFIERS[config["model_type"]]
     saved_weights = _weights(transformer.folder)
+    pooler_weight, labels = saved_weights[f"{pooler}.weight"], len(saved_weights[f"{score}.weight"])
     weights = {
-        "pooler.weight": saved_weights[f"{pooler}.weight"],
+        "pooler.weight": pooler_weight,
+        "pooler.bias": saved_weights.get(f"{pooler}.bias", torch.zeros(len(pooler_weight))),
         "score.weight": saved_weights[f"{score}.weight"],
         "score.bias": saved_weights[f"{score}.bias"],
     }
-    no_bias = torch.zeros(len(weights["pooler.weight"]))
-    weights["pooler.bias"] = saved_weights.get(f"{pooler}.bias", no_bias)
-    labels = len(weights["score.weight"])
     require(labels == 1, f"{transformer.folder}: labels", labels, "1, whose score ranks")
     settings = {"pooler_activation": config.get(activation, activation)}
     if config["model_type"] == "modernbert":
@@ -266,10 +267,7 @@ def _classifier(transformer: _Transformer, config: Mapping[str, Any], lengths: L
 
 
 def _pair_ranker(
-    transformer: _Transformer,
-    weights: dict[str, Tensor],
-    lengths: Lengths,
-    **settings: Any,
+    transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths, **settings: Any
 ) -> Ranker:
     """The model limits a pair; by default either text may take half of the limit."""
     tokenizer, encoder = transformer.tokenizer, transformer.encoder
@@ -281,9 +279,9 @@ def _pair_ranker(
     has_segments = "token_type_ids" in tokenizer.hf.model_input_names and any(encoding.type_ids)
     if not has_segments:
         encoder.copy_first_segment()
-    same_segments = encoding.type_ids == batch.segments_BT[0].tolist()
-    is_alike = same_segments or not (encoder.segments and has_segments)
-    if encoding.ids != batch.ids_BT[0].tolist() or not is_alike:
+    segments = batch.segments_BT[0].tolist()
+    are_other = encoder.segments and has_segments and encoding.type_ids != segments
+    if encoding.ids != batch.ids_BT[0].tolist() or are_other:
         raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
     total = transformer.max_tokens + 2 - separators  # the candidate's [CLS] is not in the pair
     require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
@@ -344,9 +342,8 @@ def _chain(folder: Path) -> _Chain:
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """(kind, folder) of each entry of modules.json; [] without the file. Of a module from elsewhere the kind
     is its whole name."""
-    path = folder / "modules.json"
     modules = []
-    for entry in _json(path) if path.exists() else ():
+    for entry in _json_if_there(folder / "modules.json"):
         kind = entry["type"]
         is_of_library = kind.startswith("sentence_transformers.")
         modules.append((kind.split(".")[-1] if is_of_library else kind, folder / entry["path"]))
@@ -356,7 +353,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _require_vectors(folder: Path) -> None:
     """Raises BadInput for a module that reads or writes something else, such as the vectors of tokens."""
     path = folder / "config.json"
-    config = _json(path) if path.exists() else {}
+    config = _json_if_there(path)
     for name in ("module_input_name", "module_output_name"):
         value = config.get(name) or _VECTOR
         require(value in (_VECTOR, "scores"), f"{path}: {name}", value, _VECTOR)
@@ -366,8 +363,7 @@ def _other_model(folder: Path) -> str:
     """What a folder without modules.json holds instead, for a message; "": nothing that is known."""
     if (folder / ADAPTER).exists():
         return f"; {ADAPTER} is {HOW_TO_MERGE}"
-    path = folder / "config.json"
-    names = ", ".join((_json(path) if path.exists() else {}).get("architectures") or ())
+    names = ", ".join(_json_if_there(folder / "config.json").get("architectures") or ())
     allowed = f"a modules.json, or a reranker …{_CLASSIFIER}"
     return f"; its config.json is of {names}; allowed: {allowed}" if names else ""
 
@@ -503,6 +499,10 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: not to be read ({error})") from None
+
+
+def _json_if_there(path: Path) -> Any:
+    return _json(path) if path.exists() else {}
 
 
 @dataclass(frozen=True)
