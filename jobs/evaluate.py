@@ -394,18 +394,13 @@ def _worst_errors(results: Sequence[ScorerResult], question_set: Questions) -> b
 
 
 def _dry_run(config: Config, question_set: Questions, models: Models) -> program.Summary:
-    from pipeline.evaluation.estimate import TimedModel, estimate
+    from pipeline.evaluation.estimate import estimate
     from pipeline.evaluation.ranking import scorer
 
     precision = _precision(config)
-    timed_models = {
-        name: TimedModel(
-            functools.partial(scorer, ranker, "", precision), ranker.config.has_vectors
-        )
-        for name, (_, ranker) in models.items()
-    }
+    scorers = {name: scorer(ranker, "", precision) for name, (_, ranker) in models.items()}
     details = {"candidates": question_set.candidates}
-    return cost.show("evaluate", estimate(question_set, timed_models), details)
+    return cost.show("evaluate", estimate(question_set, scorers), details)
 
 
 def measurement(config: Config, corpus: Artifact) -> Measurement:

@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from pipeline import cost
 from pipeline.evaluation.questions import NO_TEXT, Question, Questions
-from pipeline.evaluation.ranking import Scorer, rank
+from pipeline.evaluation.ranking import RankerScorer, rank
 
 _MEASURED_S = 2.0
 _MOST_CANDIDATES = 64  # of a question that is asked here: among 10,001, one would take minutes
 
 
-@dataclass(frozen=True)
-class TimedModel:
-    """A model, and whether its time grows with texts or with pairs."""
-
-    load: Callable[[], Scorer]
-    has_vectors: bool
-    """True: the model reads each text once. False: it reads each pair of a context and a candidate."""
-
-    def reads(self, questions: Questions) -> int:
-        """The number of texts or pairs that the model reads."""
-        if self.has_vectors:
-            return len(questions.texts) + len(questions)
-        return int((questions.places_NK != NO_TEXT).sum()) + len(questions) * questions.shared
-
-
-def estimate(questions: Questions, models: Mapping[str, TimedModel]) -> cost.Estimate:
+def estimate(questions: Questions, scorers: Mapping[str, RankerScorer]) -> cost.Estimate:
     """Asks each model some of the questions, in this process. Baselines count as free."""
-    rates = {name: _rate(model, questions) for name, model in models.items()}
-    hours = sum(model.reads(questions) / rates[name] for name, model in models.items()) / 3600
+    rates = {name: _rate(scorer, questions) for name, scorer in scorers.items()}
+    hours = sum(_reads(scorer, questions) / rates[name] for name, scorer in scorers.items()) / 3600
     measured = ", ".join(
-        f"{name} {rate:,.0f} {'texts' if models[name].has_vectors else 'pairs'} a second"
+        f"{name} {rate:,.0f} {'texts' if _has_vectors(scorers[name]) else 'pairs'} a second"
         for name, rate in rates.items()
     )
     return cost.measured_here(hours, measured, rows=len(questions))
 
 
-def _rate(model: TimedModel, questions: Questions) -> float:
+def _has_vectors(scorer: RankerScorer) -> bool:
+    """Whether the model reads each text once; others read each pair of a context and a candidate."""
+    return scorer.ranker.config.has_vectors
+
+
+def _reads(scorer: RankerScorer, questions: Questions) -> int:
+    """The number of texts or pairs that the model reads."""
+    if _has_vectors(scorer):
+        return len(questions.texts) + len(questions)
+    return int((questions.places_NK != NO_TEXT).sum()) + len(questions) * questions.shared
+
+
+def _rate(scorer: RankerScorer, questions: Questions) -> float:
     """Texts or pairs that the model reads in a second."""
-    scorer, count = model.load(), 2
+    count = 2
     while True:
         sample = _sample_questions(questions, count)
         began = time.perf_counter()
@@ -50,7 +46,7 @@ def _rate(model: TimedModel, questions: Questions) -> float:
         seconds = time.perf_counter() - began
         # The first warms up.
         if count > 2 and (seconds >= _MEASURED_S or len(sample) == len(questions)):
-            return model.reads(sample) / seconds
+            return _reads(scorer, sample) / seconds
         count *= 4
 
 

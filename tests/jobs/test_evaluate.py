@@ -17,7 +17,6 @@ import torch
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
-from pipeline.config import BadInput
 from pipeline.corpora.formats import wikipedia
 from pipeline.engine import executors
 from pipeline.evaluation import protocols
@@ -514,24 +513,6 @@ def dstc7_example(number: int, split: str) -> dict:
         "options-for-correct-answers": [] if absent else [options[number]],
         "options-for-next": options,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("saved", "settings", "message"), [
-    ("bi", {"architecture": "poly"}, "head.safetensors: does not fit ranker.json"),
-    ("poly", {"m": 4}, "head.safetensors: does not fit ranker.json"),
-    ("cross", {"architecture": "bi"}, "context_encoder"),
-    ("bi", {"architecture": "tri"}, "'tri' is not allowed; allowed: bi, poly, cross"),
-    ("bi", {"colour": "red"}, "not the settings of a ranker"),
-])  # fmt: skip
-def test_a_checkpoint_of_another_architecture_is_refused(
-    tiny_ranker, sizes_as_now, tmp_path, saved, settings, message
-):
-    folder = shutil.copytree(tiny_ranker(saved).uri, tmp_path / "damaged")
-    found = json.loads((folder / "ranker.json").read_text())
-    (folder / "ranker.json").write_text(json.dumps({**found, **settings}))
-    sizes_as_now(folder)
-    with pytest.raises(BadInput, match=message):
-        load_ranker(open_artifact(str(folder), "ranker").local())
 
 
 @pytest.mark.parametrize(("options", "message"), [
