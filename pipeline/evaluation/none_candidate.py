@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.arrays import Bools
 from pipeline.config import BadInput
 from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.questions import Questions
@@ -63,19 +62,14 @@ def require_none(questions: Questions, option: str) -> None:
                        "corpus of DSTC7's sub-task 4")  # fmt: skip
 
 
-def is_right(questions: Questions) -> Bools:
-    """Whether NONE is the right candidate of each question, [N]."""
-    is_right_N: Bools = questions.right_places() == questions.place_of(NONE)
-    return is_right_N
-
-
-def threshold(best: QuestionRanks, is_none_right_N: Bools) -> float:
-    """The score for NONE with the highest R@1 on questions that were ranked with NONE at -inf.
+def threshold(best: QuestionRanks, questions: Questions) -> float:
+    """The score for NONE with the highest R@1 on these questions, which were ranked with NONE at -inf.
 
     A threshold is right about a question where NONE is right and all scores are below it, and about one where
     the right answer has the highest score and that is above it. The number of right answers is constant
     between two scores. Of equally good thresholds the lowest is taken.
     """
+    is_none_right_N = questions.right_places() == questions.place_of(NONE)
     best_N = best.top_scores_NT[:, 0].astype(np.float64)
     absent = np.sort(best_N[is_none_right_N])
     present = np.sort(best_N[~is_none_right_N & (best.ranks_N == 1)])

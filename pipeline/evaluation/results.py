@@ -65,9 +65,7 @@ class Measurement:
         none_score = None
         if self.calibration:
             ranking, _ = rank_questions(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
-            none_score = none_candidate.threshold(
-                ranking, none_candidate.is_right(self.calibration)
-            )
+            none_score = none_candidate.threshold(ranking, self.calibration)
         queries = self.queries if timed else 0
         ranking, latency = rank_questions(name, make, self.questions, queries, none_score, actors)
         numbers = (ranking.ranks_N, self.protocol.candidates, self.protocol.recall_at)

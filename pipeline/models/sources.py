@@ -86,19 +86,10 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
     An encoder: ours, a ranker's, any `transformers` directory, or a hub id. Or a tokenizer of ours, for a
     ranker that starts from nothing else. `option` names the URI in messages.
     """
-    if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "encoder", "ranker", "tokenizer")
-        source = Tower(artifact) if artifact.kind == "ranker" else artifact
-        return source, artifact.reference()
-    if _may_be_hub_id(uri):
-        return _open_hub_model(uri, option, "config.json")
-    if storage.is_local(uri) and not storage.exists(uri):
-        raise BadInput(f"{option} {uri}: there is no such folder")
-    if not storage.exists(storage.join(uri, "config.json")):
-        is_ranker = storage.exists(storage.join(uri, SETTINGS))
-        hint = f"; it is a ranker without {MANIFEST}: name a tower in it" if is_ranker else ""
-        raise BadInput(f"{option} {uri}: not a model directory (config.json is missing){hint}")
-    return open_external(uri)
+    source, reference = _open_model(uri, option, "config.json", "encoder", "ranker", "tokenizer")
+    if isinstance(source, Artifact) and source.kind == "ranker":
+        source = Tower(source)
+    return source, reference
 
 
 def open_text_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
@@ -180,14 +171,7 @@ def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[
 
     Raises BadInput where there is none.
     """
-    if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "tokenizer", "encoder")
-        return artifact, artifact.reference()
-    if _may_be_hub_id(uri):
-        return _open_hub_model(uri, option, "tokenizer.json")
-    if not storage.exists(storage.join(uri, "tokenizer.json")):
-        raise BadInput(f"{option} {uri}: not a tokenizer (tokenizer.json is missing)")
-    return open_external(uri)
+    return _open_model(uri, option, "tokenizer.json", "tokenizer", "encoder")
 
 
 def open_external(uri: str) -> tuple[External, dict[str, Any]]:
@@ -223,18 +207,33 @@ def _limit_wait(request: Any) -> None:
     }
 
 
-def _may_be_hub_id(uri: str) -> bool:
-    return storage.is_local(uri) and uri.count("/") <= 1 and not storage.exists(uri)
+def _open_model(
+    uri: str, option: str, needed_file: str, *kinds: str
+) -> tuple[Source, dict[str, Any]]:
+    """An artifact of one of these kinds, a folder that no job made, or a model of the hub."""
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, *kinds)
+        return artifact, artifact.reference()
+    is_away = storage.is_local(uri) and not storage.exists(uri)
+    if is_away and uri.count("/") <= 1:  # may be a hub id
+        return _open_hub_model(uri, option, needed_file)
+    if is_away:
+        raise BadInput(f"{option} {uri}: there is no such folder")
+    if not storage.exists(storage.join(uri, needed_file)):
+        is_ranker = storage.exists(storage.join(uri, SETTINGS))
+        hint = f"; it is a ranker without {MANIFEST}: name a tower in it" if is_ranker else ""
+        raise BadInput(f"{option} {uri}: not a model directory ({needed_file} is missing){hint}")
+    return open_external(uri)
 
 
-def _open_hub_model(name: str, option: str, required_file: str) -> tuple[HubModel, dict[str, Any]]:
+def _open_hub_model(name: str, option: str, needed_file: str) -> tuple[HubModel, dict[str, Any]]:
     try:
         revision = fetch_from_hub(name).name  # the folder of a snapshot is named after its commit
     except BadInput as error:
         raise BadInput(f"{option} {error}") from None
     source = HubModel(name, revision)
-    if not (source.local() / required_file).exists():
-        raise BadInput(f"{option} {name}: not a model directory ({required_file} is missing)")
+    if not (source.local() / needed_file).exists():
+        raise BadInput(f"{option} {name}: not a model directory ({needed_file} is missing)")
     # The snapshot may hold more that somebody else has fetched.
     return source, _reference(name, source, _FROM_HUB)
 

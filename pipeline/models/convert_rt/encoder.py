@@ -416,8 +416,7 @@ class ConvertNetwork(VectorNetwork):
         return self.scale / self.length**2
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        vectors_BMD, mask_BM = self.context_views(tokens)[0]
-        return vectors_BMD, mask_BM
+        return self.context_views(tokens)[0]
 
     def context_views(self, tokens: Tokens) -> list[View]:
         """The combined encoding, that of the newest turn, and that of the earlier turns: each is to
@@ -449,19 +448,18 @@ class ConvertNetwork(VectorNetwork):
         """[B, M, T]: what each code takes of each token. Without codes [B, 1, T]: what the reduction takes,
         the mean over its heads; the newest turn's and the earlier ones' tokens have half each, where there
         are both."""
-        rows, mask_BT = [], tokens.mask_BT
         outputs = [self._outputs(tokens.ids_BT, inside_BT) for inside_BT in self._parts(tokens)]
+        hidden_BTD, is_token_BT = (torch.cat(parts, dim=1) for parts in zip(*outputs, strict=True))
         if self.codes_MD is not None:
-            hidden_BTD, is_token_BT = (torch.cat(p, dim=1) for p in zip(*outputs, strict=True))
             weights_BMT = code_weights(hidden_BTD, is_token_BT, self.codes_MD)
-            rows = [weights_BMT[:, m][is_token_BT] for m in range(len(self.codes_MD))]
         else:
             weights = [self.reduction.token_weights(*output) for output in outputs]
-            is_token_BT = torch.cat([mask for _, mask in outputs], dim=1)
-            rows = [torch.cat(weights, dim=1)[is_token_BT]]
-        zeros_BT = rows[0].new_zeros(mask_BT.shape)
+            weights_BMT = torch.cat(weights, dim=1)[:, None]
         # The kept tokens of a row come in its order: the newest turn's stand before the earlier ones'.
-        weights_BMT = torch.stack([zeros_BT.masked_scatter(mask_BT, row) for row in rows], dim=1)
+        zeros_BT = weights_BMT.new_zeros(tokens.mask_BT.shape)
+        rows = [weights_BT[is_token_BT] for weights_BT in weights_BMT.unbind(dim=1)]
+        placed = [zeros_BT.masked_scatter(tokens.mask_BT, row) for row in rows]
+        weights_BMT = torch.stack(placed, dim=1)
         return weights_BMT / weights_BMT.sum(dim=2, keepdim=True).clamp(min=1e-9)
 
     def encode_texts(self, tokens: Tokens) -> Tensor:

@@ -88,10 +88,11 @@ class Subwords:
     """Ids of pieces; those of whole runs are remembered, unless the run is long."""
 
     def __init__(self, vocabulary: Sequence[str] | Mapping[str, int], buckets: int) -> None:
-        id_of_piece = vocabulary if isinstance(vocabulary, Mapping) else _number_pieces(vocabulary)
-        self._id_of_piece = id_of_piece
+        if not isinstance(vocabulary, Mapping):
+            vocabulary = {piece: number for number, piece in enumerate(vocabulary)}
+        self._id_of_piece = vocabulary
         self._buckets = buckets
-        self._longest = max(map(len, id_of_piece), default=1)
+        self._longest = max(map(len, vocabulary), default=1)
         self._ids_of_run = lru_cache(_KEPT_RUNS)(lambda run: tuple(self._look_up(run)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,10 +140,6 @@ class Subwords:
         encoded = piece[:_MOST_HASHED].encode("utf-8", "surrogatepass")
         fingerprint: int = Fingerprint64(encoded)
         return len(self._id_of_piece) + fingerprint % self._buckets
-
-
-def _number_pieces(vocabulary: Sequence[str]) -> dict[str, int]:
-    return {piece: number for number, piece in enumerate(vocabulary)}
 
 
 def join_earlier(turns: Sequence[str], limit: int, numbered: bool) -> str:

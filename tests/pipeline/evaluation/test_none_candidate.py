@@ -19,12 +19,8 @@ ASKED = Questions.of([
 ])  # fmt: skip
 
 
-def test_where_none_is_right():
-    assert none_candidate.is_right(ASKED).tolist() == [False, True, False]
-    none_candidate.require_none(ASKED, "--none threshold")
-
-
 def test_questions_without_the_candidate_are_refused():
+    none_candidate.require_none(ASKED, "--none threshold")
     for questions in ([Question("x", [], ["a", "b"], 0)],
                       [Question("x", [], ["a", "NONE"], 0), Question("y", [], ["a", "b"], 0)]):  # fmt: skip
         with pytest.raises(BadInput, match="--none threshold: there are examples without"):
@@ -74,7 +70,7 @@ def test_no_other_threshold_has_a_higher_recall(rows):
         return int((rank(scores, asked, none_score=value).ranks_N == 1).sum())
 
     last = rank(scores, asked, none_score=-np.inf)
-    chosen = none_candidate.threshold(last, none_candidate.is_right(asked))
+    chosen = none_candidate.threshold(last, asked)
     tried = [-3.0, -1.0, -0.25, 0.1, 0.6, 2.0, 4.0]
     assert recall(chosen) == max(map(recall, tried))
     assert np.isfinite(chosen)
