@@ -150,20 +150,14 @@ def test_texts_out_of_scope_set_a_threshold(classify, mine: Path, tmp_path: Path
     assert open_classifier(done["output"])[1].threshold == numbers["threshold"]
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("text,label\n" + rows("pay", "a"), "1 intents (pay)"),
-    (TEXTS + "alone,rare\n", "'rare' has 1 text"),
-    ("question,label\na,b\n", "read.text_column: 'text' is not allowed"),
-])  # fmt: skip
-def test_bad_files_are_one_line(classify, mine: Path, text, words):
-    mine.write_text(text)
-    assert words in classify().refusal
-
-
-def test_bad_options_are_one_line_and_leave_nothing(classify, tiny_ranker, tmp_path: Path):
+def test_bad_files_and_options_are_one_line_and_leave_nothing(
+    classify, tiny_ranker, mine: Path, tmp_path: Path
+):
     assert "shots" in classify("--shots", "many").refusal
     assert "not a model directory" in classify(encoder=str(tmp_path)).refusal
     assert "cross" in classify(encoder=tiny_ranker("cross").uri).refusal
+    mine.write_text(TEXTS + "alone,rare\n")
+    assert "'rare' has 1 text" in classify().refusal
     assert not list(tmp_path.glob("out*"))
 
 

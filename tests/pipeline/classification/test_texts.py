@@ -194,6 +194,7 @@ def test_empty_texts_and_intents_are_counted(read):
         ({"mine.csv": HEAD}, ["no text with an intent"]),
         ({"mine.csv": ""}, ["no text with an intent"]),
         ({"mine.csv": "text,intent\na,b\n"}, ["read.label_column", "'label'", "text, intent"]),
+        ({"mine.csv": "question,label\na,b\n"}, ["read.text_column: 'text' is not allowed"]),
         ({"mine.csv": HEAD + "a,b,c\n" + rows("pay", 9)}, ["1 of 10 rows are malformed", "line 2"]),
     ],
 )  # fmt: skip
