@@ -115,16 +115,7 @@ def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) ->
         eight, ninth, tenth = _split_tenths(train, inputs, "valid")
         train, inside = [*eight, *ninth], tenth
     threshold = [*inside, *outside] if outside else []
-    notes = [
-        *report.notes,
-        *_spelling_notes(labels_of(rows)),
-        *_contradiction_notes(rows),
-        *_repetition_notes(train),
-        *_overlap_notes(tested, "asked texts, trained on too", train),
-        *_overlap_notes(
-            threshold, "texts for the threshold, trained on or asked too", [*train, *tested]
-        ),
-    ]
+    notes = [*report.notes, *_notes(rows, train, tested, threshold)]
     if not outside:
         notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
     dropped = {**report.dropped.counts, **report.malformed.counts}
@@ -232,36 +223,37 @@ def _key(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _repetition_notes(train: Sequence[Labelled]) -> list[str]:
-    """Says how many texts count twice, as those of a file's copy or of a smaller variant of it do."""
-    count = len(train) - len({(_key(row.text), row.intent) for row in train})
-    return [f"of {len(train):,} texts to train on, repeats of others: {count:,}"] if count else []
-
-
-def _overlap_notes(
-    texts: Sequence[Labelled], relation: str, others: Sequence[Labelled]
+def _notes(
+    rows: Sequence[Labelled],
+    train: Sequence[Labelled],
+    tested: Sequence[Labelled],
+    threshold: Sequence[Labelled],
 ) -> list[str]:
-    """Says how many of the texts are also among the others, so that their answers are known."""
-    keys = {_key(row.text) for row in others}
-    count = sum(_key(row.text) in keys for row in texts)
-    return [f"of {len(texts):,} {relation}: {count:,}"] if count else []
-
-
-def _contradiction_notes(texts: Sequence[Labelled]) -> list[str]:
-    intents_by_text: dict[str, set[str]] = {}
-    for row in texts:
-        intents_by_text.setdefault(_key(row.text), set()).add(row.intent)
-    count = sum(len(text_intents) > 1 for text_intents in intents_by_text.values())
-    return [f"texts with more than one intent: {count:,}"] if count else []
-
-
-def _spelling_notes(labels: Sequence[str]) -> list[str]:
-    """Names intents that are probably one."""
+    """Names intents that are probably one, and says how many texts stand where they should not."""
     spellings: dict[str, list[str]] = {}
-    for label in labels:
+    for label in labels_of(rows):
         spellings.setdefault(_key(label), []).append(label)
     alike = [" and ".join(map(repr, names)) for names in spellings.values() if len(names) > 1]
-    return [f"different intents, but for case and white space: {_shown(alike)}"] if alike else []
+    intents_by_text: dict[str, set[str]] = {}
+    for row in rows:
+        intents_by_text.setdefault(_key(row.text), set()).add(row.intent)
+    counts = {
+        "texts with more than one intent": sum(len(each) > 1 for each in intents_by_text.values()),
+        # As those of a file's copy, or of a smaller variant of it.
+        f"of {len(train):,} texts to train on, repeats of others":
+            len(train) - len({(_key(row.text), row.intent) for row in train}),
+        f"of {len(tested):,} asked texts, trained on too": _count_known(tested, train),
+        f"of {len(threshold):,} texts for the threshold, trained on or asked too":
+            _count_known(threshold, [*train, *tested]),
+    }  # fmt: skip
+    notes = [f"different intents, but for case and white space: {_shown(alike)}"] if alike else []
+    return notes + [f"{kind}: {count:,}" for kind, count in counts.items() if count]
+
+
+def _count_known(texts: Sequence[Labelled], others: Sequence[Labelled]) -> int:
+    """How many of the texts are also among the others, so that their answers are known."""
+    keys = {_key(row.text) for row in others}
+    return sum(_key(row.text) in keys for row in texts)
 
 
 def _shown(names: Sequence[str]) -> str:
