@@ -75,6 +75,24 @@ def test_values_of_another_type_are_refused(name, value, allowed, tmp_path):
         read_settings(str(tmp_path))
 
 
+@pytest.mark.parametrize(("kind", "change"), [
+    (PolyConfig, {"reduction_m": 0}), (PolyConfig, {"attention_heads": 0}),
+    (PolyConfig, {"projection": -1}), (PolyConfig, {"vector_length": -1.0}),
+    (PolyConfig, {"matryoshka": (0,)}), (PolyConfig, {"dimensions": 3}),
+    (PolyConfig, {"matryoshka": (8,), "candidate_attention": "multi_head"}),
+    (ConvertConfig, {"windows": ()}), (ConvertConfig, {"hidden": (0,)}), (ConvertConfig, {"buckets": 0}),
+    (ConvertConfig, {"activation": "gelu"}), (ConvertConfig, {"earlier_turns": -1}),
+    (ConvertConfig, {"anneal_steps": -1}), (CrossConfig, {"output_scaling": 0.0}),
+    (BiConfig, {"max_context_tokens": 2}),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(kind, change):
+    with pytest.raises(
+        BadInput, match=f"ranker.{next(iter(change))}: .* is not allowed; allowed: "
+    ):
+        kind(**change)
+    assert ConvertConfig(anneal_steps=0, range_every_steps=1)
+
+
 def test_settings_that_are_defaults_take_those_of_a_model_to_train_further():
     model = ConvertConfig(width=32, windows=(2, 4), activation="relu", anneal_steps=7, buckets=9)
     found = ConvertConfig(buckets=8, earlier_turns=2).sized_as(model)

@@ -398,13 +398,6 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(convert, tmp_path, ch
     assert needed[change] in message and str(tmp_path) in message
 
 
-@pytest.mark.parametrize("settings", [{"windows": ()}, {"hidden": (0,)}, {"buckets": 0},
-                                      {"activation": "gelu"}, {"earlier_turns": -1}])  # fmt: skip
-def test_settings_out_of_range_are_refused(settings):
-    name = next(iter(settings))
-    assert f"ranker.{name}" in refusal(lambda: ConvertConfig(**settings))
-
-
 def test_what_it_explains_adds_up_to_1(convert):
     ranker = convert(earlier_turns=10)
     tokens, attention_MT, weights_CM = explained(ranker)
