@@ -52,8 +52,9 @@ def event(name: str, **facts: Any) -> None:
 def bar(
     label: str, total: float | None, initial: float = 0, unit: str = "task", hidden: bool = False
 ) -> Iterator[Bar]:
-    """Shows how much of a stage is done. `total`: None if not known yet. `hidden`: not to a person."""
-    if mode() == "json":
+    """Shows how much of a stage is done. `label`: "" shows nothing. `total`: None if not known yet. `hidden`:
+    not to a person."""
+    if label and mode() == "json":
         events = _Events(label, total, initial, unit)
         try:
             yield events
@@ -63,7 +64,7 @@ def bar(
     is_scaled = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
         desc=label, total=total, initial=int(initial), unit=f" {unit}s" if is_scaled else unit,
-        unit_scale=is_scaled, disable=hidden or mode() == "none", delay=_SILENT_SECONDS,
+        unit_scale=is_scaled, disable=hidden or not label or mode() == "none", delay=_SILENT_SECONDS,
         **_size(),
     ) as progress_bar:  # fmt: skip
         yield progress_bar

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from pipeline import progress
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.corpora.formats.dstc7 import NONE
@@ -86,9 +86,7 @@ def rank(
     order = np.argsort(lengths, kind="stable")[::-1]
     parts = []
     step = min(_QUESTIONS_AT_ONCE, max(1, _SCORES_AT_ONCE // max(1, questions.candidates)))
-    with tqdm(
-        total=len(questions), desc=f"{label}: rank", unit="question", disable=not label
-    ) as bar:
+    with progress.bar(label and f"{label}: rank", len(questions), unit="question") as bar:
         for start in range(0, len(questions), step):
             batch = questions.rows(order[start : start + step])
             scores_NC = scores(batch)
@@ -186,11 +184,9 @@ class RankerScorer:
         if not self.ranker.config.has_vectors:  # nothing can be done in advance
             return lambda asked: scale * self._pair_scores(asked)
         parts = []
-        with tqdm(
-            total=len(questions.texts), desc=f"{self.label}: candidates", unit="text",
-            disable=not self.label,
-        ) as bar:  # fmt: skip
-            for start in range(0, len(questions.texts), _TEXTS_AT_ONCE):
+        name, count = self.label and f"{self.label}: candidates", len(questions.texts)
+        with progress.bar(name, count, unit="text") as bar:
+            for start in range(0, count, _TEXTS_AT_ONCE):
                 texts = questions.texts[start : start + _TEXTS_AT_ONCE]
                 vectors_ND = inference.candidate_vectors(self.ranker, texts, self.batch_tokens)
                 known = [self.known_contexts.get(text, ()) for text in texts]

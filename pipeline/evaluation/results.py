@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
+from pipeline import progress
 from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import cpus_each
 from pipeline.engine.waiting import await_room
@@ -102,7 +102,11 @@ def rank_questions(
         task.remote("", make, questions.part(numbers), 0 if share else queries, none_score)
         for share, numbers in enumerate(shares)
     ]
-    answers = [ray.get(share) for share in tqdm(tasks, desc=name, unit="share")]
+    answers = []
+    with progress.bar(name, len(tasks), unit="share") as bar:
+        for share in tasks:
+            answers.append(ray.get(share))
+            bar.update()
     return ranking.join_rankings([part for part, _ in answers]), answers[0][1]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from pipeline import progress
 from pipeline.engine.actors import Actors
 from pipeline.evaluation import ranking, results
 from pipeline.evaluation.baselines import BM25, Chance, TfIdf
@@ -150,6 +152,22 @@ def test_each_candidate_text_is_encoded_once(tiny, monkeypatch, architecture):
     rank(ready, asked)
     rank(ready, asked)
     assert sum(rows) == 4
+
+
+def test_a_machine_hears_how_far_an_evaluation_is_and_nothing_of_a_validation(
+    tiny, monkeypatch, capsys
+):
+    """Evaluations showed bars whatever --progress said."""
+    monkeypatch.setenv(progress.VARIABLE, "json")
+    ranker, asked = tiny.ranker(architecture="bi"), Questions.of(ASKED)
+    for label in ("", "bi"):
+        rank(RankerScorer(ranker, label).prepare(asked), asked, label)
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    stages = [(event["stage"], event["done"], event["total"]) for event in events]
+    texts = len(asked.texts)
+    assert stages == [
+        ("bi: candidates", 0, texts), ("bi: candidates", texts, texts), ("bi: rank", 0, 3), ("bi: rank", 3, 3)
+    ]  # fmt: skip
 
 
 def test_ranks_and_the_best_five_of_every_question(fixed):
