@@ -55,11 +55,13 @@ from pipeline.models.settings import BiConfig, CrossConfig, OnEncoderConfig, Red
 from pipeline.models.sources import REDUCTIONS, Prompts, read_prompts
 from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
 
-_POOLING = {"first": "cls", "mean": "mean"}
 _HAS_TANH = {"Identity": False, "Tanh": True}
+_IDENTITY = "torch.nn.modules.linear.Identity"
 _ACTIVATIONS = {
-    name: f"torch.nn.modules.activation.{layer}"
-    for name, layer in (("tanh", "Tanh"), ("gelu", "GELU"), ("relu", "ReLU"))
+    "none": _IDENTITY,
+    "tanh": "torch.nn.modules.activation.Tanh",
+    "gelu": "torch.nn.modules.activation.GELU",
+    "relu": "torch.nn.modules.activation.ReLU",
 }
 _WEIGHTS = "model.safetensors"
 _TASKS = ("feature-extraction", "sequence-classification")
@@ -74,7 +76,6 @@ _WITHOUT_EFFECT = (
 )
 _CLASSIFIER = "ForSequenceClassification"
 _VECTOR = "sentence_embedding"  # its name between modules
-_IDENTITY = "torch.nn.modules.linear.Identity"
 _CLASSIFIERS = {
     "albert": ("albert.pooler", "tanh", "classifier"),
     "bert": ("bert.pooler.dense", "tanh", "classifier"),
@@ -531,44 +532,31 @@ def _export(network: nn.Module, ranker: Ranker, folder: Path) -> None:
 @_export.register
 def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
     config = network.config
-    if config.reduction not in _POOLING:
-        raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
-                       f"allowed: {', '.join(_POOLING)}")  # fmt: skip
     tokenizer = _tokenizer(ranker.tokenizer)
-    for side, truncated, prompt_name in (
-        ("context", "left", "query"),
-        ("candidate", "right", "document"),
-    ):
+    sides = {"context": ("left", "query"), "candidate": ("right", "document")}
+    for side, (truncated, prompt_name) in sides.items():
         encoder = getattr(network, f"{side}_encoder")
         modules = _vector_modules(network, encoder, getattr(network, f"{side}_projection"))
-        metadata: dict[str, Any] = {
-            "model_type": "SentenceTransformer",
-            "similarity_fn_name": "dot",
-        }
+        about: dict[str, Any] = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
         if prompt := getattr(config, f"{side}_prompt"):  # `encode` puts it before each text
-            metadata |= {"prompts": {prompt_name: prompt}, "default_prompt_name": prompt_name}
+            about |= {"prompts": {prompt_name: prompt}, "default_prompt_name": prompt_name}
         tokens = getattr(config, f"max_{side}_tokens")
-        _write_model(folder / side, encoder, tokenizer, tokens, truncated, modules, metadata)
+        _write_model(folder / side, encoder, tokenizer, tokens, truncated, modules, about)
 
 
 @_export.register
 def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
     config = network.config
-    if config.head not in _POOLING:
-        raise BadInput(f"ranker.head: {config.head!r} is unknown to sentence-transformers; allowed: "
-                       f"{', '.join(_POOLING)}")  # fmt: skip
     if config.pooler_norm or config.context_prompt or config.candidate_prompt:
         raise BadInput(
             "ranker.pooler_norm, prompts: unknown to a CrossEncoder of modules; allowed: none"
         )
     scaling = config.output_scaling
-    modules = [_pooling(network.encoder, _POOLING[config.head])]
+    modules = [_pooling(network.encoder, "head", config.head)]
     if network.pooler is not None:
-        weight, bias = network.pooler.weight, network.pooler.bias
-        modules.append(
-            _dense_module(weight * scaling, bias, activation=_ACTIVATIONS[config.pooler_activation])
-        )
+        weight, activation = network.pooler.weight * scaling, config.pooler_activation
+        modules.append(_dense_module(weight, network.pooler.bias, activation=activation))
         scaling = 1.0
     weight, bias = network.score.weight * scaling, network.score.bias
     modules.append(_dense_module(weight, bias, output="scores"))
@@ -583,15 +571,15 @@ def _vector_modules(
 ) -> list[_Module]:
     """The modules from token outputs to a vector; scaling, projection and cut are one matrix."""
     config = dual.config
-    modules = [_pooling(encoder, _POOLING[config.reduction])]
+    modules = [_pooling(encoder, "reduction", config.reduction)]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
     matrix = matrix[: dual.dimensions] * config.output_scaling
     bias: Tensor | None = None if projection is None else projection.bias
     bias = None if bias is None else bias[: dual.dimensions]
-    if config.projection and config.projection_activation == "tanh":
-        modules.append(_dense_module(matrix, bias, activation=_ACTIVATIONS["tanh"]))
-    elif bias is not None or not torch.equal(matrix, torch.eye(encoder.width)):
-        modules.append(_dense_module(matrix, bias))
+    activation = config.projection_activation if config.projection else "none"
+    is_identity = bias is None and torch.equal(matrix, torch.eye(encoder.width))
+    if activation != "none" or not is_identity:
+        modules.append(_dense_module(matrix, bias, activation=activation))
     if config.vector_length:
         modules.append(_Module("Normalize", {}))
         if config.vector_length != 1:
@@ -599,21 +587,23 @@ def _vector_modules(
     return modules
 
 
-def _pooling(encoder: Encoder, mode: str) -> _Module:
-    """The Pooling module, also in the older form, which has a flag for each mode."""
-    modes = {"cls": "cls_token", "mean": "mean_tokens"}
-    flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
+def _pooling(encoder: Encoder, option: str, reduction: str) -> _Module:
+    """The Pooling module in the older form, which has a flag for each mode."""
+    modes = {"first": "cls_token", "mean": "mean_tokens"}
+    require(reduction in modes, f"ranker.{option}", reduction,
+            f"{', '.join(modes)}, in sentence-transformers")  # fmt: skip
+    flags = {f"pooling_mode_{mode}": reduction == name for name, mode in modes.items()}
     return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})
 
 
 def _dense_module(
-    weight: Tensor, bias: Tensor | None = None, output: str = "", activation: str = _IDENTITY
+    weight: Tensor, bias: Tensor | None = None, output: str = "", activation: str = "none"
 ) -> _Module:
     config = {
         "in_features": weight.shape[1],
         "out_features": weight.shape[0],
         "bias": bias is not None,
-        "activation_function": activation,
+        "activation_function": _ACTIVATIONS[activation],
         **({"module_output_name": output} if output else {}),
     }
     weights = {"linear.weight": weight, **({} if bias is None else {"linear.bias": bias})}
@@ -653,20 +643,20 @@ def _write_model(
     limits = {"max_seq_length": max_tokens, "do_lower_case": False}
     _write_json(folder / "sentence_bert_config.json", limits)
     _write_json(folder / "config_sentence_transformers.json", metadata)
-    listing = [("", "Transformer")]
+    paths = {"": "Transformer"}
     for number, module in enumerate(modules, 1):
         name = f"{number}_{module.kind}"
+        paths[name] = module.kind
         (folder / name).mkdir()
-        listing.append((name, module.kind))
         if module.config:
             _write_json(folder / name / "config.json", module.config)
         if module.weights:
             weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
             save_file(weights, folder / name / _WEIGHTS)
-    types = [f"sentence_transformers.models.{kind}" for _, kind in listing]
+    library = "sentence_transformers.models"
     entries = [
-        {"idx": number, "name": str(number), "path": path, "type": types[number]}
-        for number, (path, _) in enumerate(listing)
+        {"idx": number, "name": str(number), "path": path, "type": f"{library}.{kind}"}
+        for number, (path, kind) in enumerate(paths.items())
     ]
     _write_json(folder / "modules.json", entries)
 
