@@ -385,17 +385,16 @@ def _least_scores(
 
 def _worst_errors(results: Sequence[ScorerResult], question_set: Questions) -> bytes:
     """JSON lines of each row's worst answers; the first of them are printed."""
-    from pipeline.evaluation.worst_answers import as_text, json_lines, worst_answers
+    from pipeline.evaluation.report import answer_text, json_lines, worst_answers
 
     worst_records = [worst_answers(result, question_set, _ERRORS) for result in results]
     for records in worst_records:
-        print("", *map(as_text, records[:_ERRORS_SHOWN]), sep="\n")
+        print("", *map(answer_text, records[:_ERRORS_SHOWN]), sep="\n")
     return json_lines(worst_records)
 
 
 def _dry_run(config: Config, question_set: Questions, models: Models) -> program.Summary:
-    from pipeline.evaluation.estimate import estimate
-    from pipeline.evaluation.ranking import scorer
+    from pipeline.evaluation.ranking import estimate, scorer
 
     precision = _precision(config)
     scorers = {name: scorer(ranker, "", precision) for name, (_, ranker) in models.items()}

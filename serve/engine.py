@@ -19,8 +19,8 @@ from torch import Tensor
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.models import explanation, inference
-from pipeline.models.explanation import Explained
+from pipeline.models import inference
+from pipeline.models.inference import Explained
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
 from pipeline.ranking.ranker import Ranker as LoadedRanker
@@ -189,7 +189,7 @@ class Engine:
         return [inference.vector_scores(self.ranker, *ranking).tolist() for ranking in rankings]
 
     def _explain(self, rankings: Sequence[ExplainableRanking]) -> list[Explained]:
-        return [explanation.explain(self.ranker, *ranking) for ranking in rankings]
+        return [inference.explain(self.ranker, *ranking) for ranking in rankings]
 
     # Pools
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.classification.classifier import Classified
-from pipeline.models.explanation import Explained
+from pipeline.models.inference import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing

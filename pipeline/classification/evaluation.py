@@ -1,24 +1,28 @@
-"""A classifier's answers to texts whose intents are known: numbers, and the confusion as a picture."""
+"""A classifier's answers to texts whose intents are known: numbers, and the confusion as a picture.
+
+A text whose best probability is below a threshold is answered "out of scope": it has none of the intents.
+N texts in scope, M out of scope, C intents, by their places in `labels`.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from sklearn.metrics import confusion_matrix, f1_score
+from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support
 from torch import Tensor
 
 from pipeline.arrays import Bools, Floats, Ints
-from pipeline.classification import metrics
 from pipeline.classification.texts import Labelled
 from pipeline.evaluation.significance import mean_interval
 
 _WHOLE = 40  # intents that a picture can name
 _SHOWN = 30  # of more intents the worst
+_WORST, _PAIRS = 10, 10
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,12 @@ def answers(texts: Sequence[Labelled], probabilities: Tensor, labels: tuple[str,
 
 
 def numbers(answers: Answers, threshold: float) -> dict[str, float]:
-    """`accuracy` and `macro_f1` are of the texts in scope, whatever the threshold; with texts out of scope
-    `in_scope_accuracy`, `oos_recall` and `oos_precision` say what the threshold does."""
+    """`accuracy` and `macro_f1` are of the texts in scope, whatever the threshold.
+
+    With texts out of scope, `in_scope_accuracy`: the share of the texts in scope whose intent is answered,
+    and not "out of scope"; `oos_recall`: of the texts out of scope that are answered so; `oos_precision`: of
+    the texts answered "out of scope" that are, 0 where there are none.
+    """
     pair = answers.true_N, answers.answered_N
     values = {
         "accuracy": float(answers.is_right.mean()),
@@ -62,27 +70,107 @@ def numbers(answers: Answers, threshold: float) -> dict[str, float]:
         "macro_f1": float(f1_score(*pair, labels=np.unique(answers.true_N), average="macro")),
     }
     if len(answers.outside_M):
-        scope = metrics.scope(threshold, answers.confidence_N, answers.is_right, answers.outside_M)
-        values.update(scope._asdict())
+        accepted_N, rejected_M = answers.confidence_N >= threshold, answers.outside_M < threshold
+        rejected_count = rejected_M.sum() + (~accepted_N).sum()
+        values |= {
+            "in_scope_accuracy": float((accepted_N & answers.is_right).mean()),
+            "oos_recall": float(rejected_M.mean()),
+            "oos_precision": float(rejected_M.sum() / max(rejected_count, 1)),
+        }
     return values
 
 
+def best_threshold(answers: Answers) -> float:
+    """The threshold with the most right answers, "out of scope" being one (Larson et al. 2019). Of several
+    thresholds the lowest."""
+    confidence = np.concatenate([answers.confidence_N, answers.outside_M])
+    lost_N, gained_M = -answers.is_right.astype(np.int64), np.ones_like(answers.outside_M, np.int64)
+    order = np.argsort(confidence, kind="stable")
+    confidence, gain = confidence[order], np.cumsum(np.concatenate([lost_N, gained_M])[order])
+    # A threshold stands between two values that differ: texts below it are rejected.
+    ends = np.flatnonzero(np.append(confidence[:-1] < confidence[1:], True))
+    best = int(ends[np.argmax(gain[ends])])
+    if gain[best] <= 0:
+        return 0.0
+    below = confidence[best]
+    above = confidence[best + 1] if best + 1 < len(confidence) else below
+    return float(max((below + above) / 2, np.nextafter(below, 2)))
+
+
+class IntentResult(NamedTuple):
+    """One intent."""
+
+    intent: str
+    examples: int
+    recall: float
+    precision: float
+    f1: float
+    taken_for: str
+    """The wrong intent that is answered most often; "": none is."""
+
+
+class Confusion(NamedTuple):
+    """Texts of one intent that were answered with another."""
+
+    intent: str
+    answered: str
+    examples: int
+
+
 def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
-    """The 95 % interval of the accuracy, the worst intents, the pairs that are confused, and every intent."""
-    pair = answers.true_N, answers.answered_N
-    results = metrics.by_intent(*pair, labels)
+    """The 95 % interval of the accuracy, the ten worst intents, the ten pairs that are confused most often,
+    and every intent."""
+    results = by_intent(answers, labels)
+    worst = [result for result in results if result.f1 < 1][:_WORST]
     return {
         "accuracy_interval": mean_interval(answers.is_right.astype(np.float64)),
-        "worst": [result._asdict() for result in metrics.worst(results)],
-        "confusions": [confusion._asdict() for confusion in metrics.confusions(*pair, labels)],
+        "worst": [result._asdict() for result in worst],
+        "confusions": [confusion._asdict() for confusion in confusions(answers, labels)],
         "by_intent": [result._asdict() for result in results],
     }
+
+
+def by_intent(answers: Answers, labels: tuple[str, ...]) -> list[IntentResult]:
+    """The intents that the texts have, worst F1 first. A precision without answers is 0."""
+    wrong_counts_CC = _wrong_counts(answers, labels)
+    scores = precision_recall_fscore_support(
+        answers.true_N, answers.answered_N, labels=range(len(labels)), zero_division=0
+    )
+    results = []
+    for place, (precision, recall, f1, examples) in enumerate(zip(*scores, strict=True)):
+        wrong_counts_C = wrong_counts_CC[place]
+        taken_for = labels[int(wrong_counts_C.argmax())] if wrong_counts_C.any() else ""
+        numbers = (float(recall), float(precision), float(f1))
+        if examples:
+            results.append(IntentResult(labels[place], int(examples), *numbers, taken_for))
+    return sorted(results, key=lambda result: (result.f1, result.intent))
+
+
+def confusions(answers: Answers, labels: tuple[str, ...]) -> list[Confusion]:
+    """The ten pairs that are confused most often."""
+    wrong_counts_CC = _wrong_counts(answers, labels)
+    order = np.argsort(-wrong_counts_CC, axis=None, kind="stable")[:_PAIRS]
+    pairs = [divmod(int(place), len(labels)) for place in order]
+    return [
+        Confusion(labels[a], labels[b], int(wrong_counts_CC[a, b]))
+        for a, b in pairs
+        if wrong_counts_CC[a, b]
+    ]
+
+
+def _wrong_counts(answers: Answers, labels: tuple[str, ...]) -> Ints:
+    """[C, C]: the confusion, with 0 for right answers."""
+    counts_CC: Ints = confusion_matrix(
+        answers.true_N, answers.answered_N, labels=range(len(labels))
+    )
+    np.fill_diagonal(counts_CC, 0)
+    return counts_CC
 
 
 def plot(answers: Answers, labels: tuple[str, ...]) -> bytes:
     """A PNG of the confusion: a row is an intent, a column what its texts were answered with, as shares of
     the row. Of more than 40 intents the 30 worst, and the others' answers together."""
-    results = metrics.by_intent(answers.true_N, answers.answered_N, labels)
+    results = by_intent(answers, labels)
     shown_intents = sorted(
         result.intent for result in (results if len(results) <= _WHOLE else results[:_SHOWN])
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline import cost, storage
 from pipeline.classification import encoder, evaluation, head
 from pipeline.classification.classifier import Classifier
-from pipeline.classification.metrics import best_threshold
 from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
 from pipeline.engine.draft import Draft
@@ -119,10 +118,7 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
     if texts.threshold:
         probabilities = classifier.probabilities(vectors.of(texts.threshold).cpu())
         calibration = evaluation.answers(texts.threshold, probabilities, labels)
-        threshold = best_threshold(
-            calibration.confidence_N, calibration.is_right, calibration.outside_M
-        )
-        classifier = replace(classifier, threshold=threshold)
+        classifier = replace(classifier, threshold=evaluation.best_threshold(calibration))
     test_probabilities = classifier.probabilities(vectors.of(texts.tested).cpu())
     answers = evaluation.answers(texts.tested, test_probabilities, labels)
     numbers = evaluation.numbers(answers, classifier.threshold)

@@ -6,8 +6,7 @@ ranking          scorers answer questions; `baselines` are some
 metrics          ranks, and the metrics made of them
 results          the metrics of one scorer
 significance     intervals, and whether two models differ
-report           results to read; `worst_answers` shows some
+report           results to read
 none_candidate   questions without a right answer
 retrieval        queries with several right documents (BEIR)
-estimate         --dry-run
 """

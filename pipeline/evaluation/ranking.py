@@ -1,4 +1,4 @@
-"""Scorers answer questions: ranks, the best candidates, and milliseconds."""
+"""Scorers answer questions: ranks, the best candidates, milliseconds, and an estimate of the whole time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import progress
+from pipeline import cost, progress
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.corpora.formats.dstc7 import NONE
@@ -33,6 +33,9 @@ _NUMBERS_AT_ONCE = 1 << 24
 _WARM_UP = 5
 _WARM_UP_S = 5.0
 _LATENCY_S = 20.0
+# Of a dry run.
+_MEASURED_S = 2.0
+_MOST_CANDIDATES = 64  # of a question that is asked here: among 10,001, one would take minutes
 
 
 Scores = Callable[[Questions], Floats]
@@ -179,9 +182,20 @@ class RankerScorer:
     known_contexts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """By the candidate's text; see `inference.toward_contexts`."""
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the model reads each text once; others read each pair of a context and a candidate."""
+        return self.ranker.config.has_vectors
+
+    def reads(self, questions: Questions) -> int:
+        """The number of texts or pairs that it reads."""
+        if self.has_vectors:
+            return len(questions.texts) + len(questions)
+        return int((questions.places_NK != NO_TEXT).sum()) + len(questions) * questions.shared
+
     def prepare(self, questions: Questions) -> Scores:
         scale = np.float32(self.ranker.loss_scale if self.as_in_loss else 1.0)
-        if not self.ranker.config.has_vectors:  # nothing can be done in advance
+        if not self.has_vectors:  # nothing can be done in advance
             return lambda asked: scale * self._pair_scores(asked)
         parts = []
         name, count = self.label and f"{self.label}: candidates", len(questions.texts)
@@ -298,3 +312,41 @@ def own_scores(
         rows = zip(scores(batch), batch.places_NK != NO_TEXT, strict=True)
         context_scores += [scores_K[is_candidate_K] for scores_K, is_candidate_K in rows]
     return context_scores
+
+
+def estimate(questions: Questions, scorers: Mapping[str, RankerScorer]) -> cost.Estimate:
+    """Asks each model some of the questions, in this process. Baselines count as free."""
+    rates = {name: _rate(scorer, questions) for name, scorer in scorers.items()}
+    hours = sum(scorer.reads(questions) / rates[name] for name, scorer in scorers.items()) / 3600
+    measured = ", ".join(
+        f"{name} {rate:,.0f} {'texts' if scorers[name].has_vectors else 'pairs'} a second"
+        for name, rate in rates.items()
+    )
+    return cost.measured_here(hours, measured, rows=len(questions))
+
+
+def _rate(scorer: RankerScorer, questions: Questions) -> float:
+    """Texts or pairs that the model reads in a second."""
+    count = 2
+    while True:
+        sample = _sample_questions(questions, count)
+        began = time.perf_counter()
+        rank(scorer.prepare(sample), sample)
+        seconds = time.perf_counter() - began
+        # The first warms up.
+        if count > 2 and (seconds >= _MEASURED_S or len(sample) == len(questions)):
+            return scorer.reads(sample) / seconds
+        count *= 4
+
+
+def _sample_questions(questions: Questions, count: int) -> Questions:
+    """The first questions, each with a few of its candidates."""
+    return Questions.of(
+        Question(
+            questions.ids[number],
+            questions.contexts[number],
+            [questions.texts[place] for place in questions.places(number)[:_MOST_CANDIDATES]],
+            0,
+        )
+        for number in range(min(count, len(questions)))
+    )

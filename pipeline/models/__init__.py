@@ -2,12 +2,12 @@
 
 settings             one dataclass for each architecture
 ranker               the module that knows all architectures, and the folder of a model
-inference            texts in, vectors or scores out; a forward pass goes on through `heads` and `encoder`
+inference            texts in, vectors, scores or their explanation out; a forward pass goes on through
+                     `heads` and `encoder`
 heads, encoder       bi-, poly- and cross-encoders, and the Transformer underneath
 tokens, truncation   texts to ids, and what is left out
 packing, cpu         texts of many lengths without padding, and faster layers on CPUs
 precision, int8      bf16, float32 and 8 bits; `torch_operators` are private ones of torch
-explanation          scores by attention and weights
 losses               functions of scores; `pretraining_heads` have their own
 lora, flops          adapters; operations of a step
 sources, git_lfs     where an encoder comes from, and files that are not all there

@@ -1,4 +1,4 @@
-"""Texts in, vectors or scores out: sorted by length, in batches bounded by tokens.
+"""Texts in, vectors, scores or their explanation out: sorted by length, in batches bounded by tokens.
 
 Batches of similar lengths waste little on padding, and on a CPU most encoders compute without it
 (`packing`). A batch that does not fit in memory is halved and tried again. Encoders compute in the ranker's
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,42 @@ def vector_scores(
         inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
         scores_C: Tensor = ranker.dual.scores(*inputs)[0].cpu()
     return scores_C
+
+
+class Explained(NamedTuple):
+    """The attention of a context's vectors to its tokens, and their weights in each candidate's score:
+
+        score[c] = Σ_m weight[c,m] · (vector[m] · candidate[c]),   vector[m] = Σ_t attention[m,t] · output[t]
+
+    The settings may add a projection, a cut or a length to the vectors. Multi-head attention has layers of
+    its own: the weights are the mean over its heads then, and no sum of this kind is the score.
+    """
+
+    tokens: list[str]
+    """`Tokenizer.pieces`, special tokens included."""
+    attention_MT: Tensor
+    """Rows add up to 1, those of vectors that do not count to 0."""
+    weights_CM: Tensor
+    """Rows add up to 1."""
+
+
+def explain(
+    ranker: Ranker,
+    row: Sequence[int],
+    vectors_MD: Tensor,
+    mask_M: Tensor,
+    candidates_CD: Tensor,
+) -> Explained:
+    """Explains the scores of candidates for a context, a row of `Ranker.context_rows`, with these vectors.
+
+    Raises BadInput for a ranker whose contexts have no vectors.
+    """
+    network, device = ranker.dual, ranker.device
+    (attention_MT,) = encode_rows(ranker, [row], network.attention_to_tokens)
+    inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+    with torch.inference_mode():
+        weights_CM = network.vector_weights(*inputs)[0].cpu()
+    return Explained(ranker.tokenizer.pieces(row), attention_MT[:, : len(row)], weights_CM)
 
 
 def pair_scores(

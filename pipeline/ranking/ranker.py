@@ -392,14 +392,14 @@ class Ranker:
         >>> explanation.attention.shape, explanation.token_weights.shape
         ((3, 11), (2, 11))
         """
-        from pipeline.models import explanation, inference
+        from pipeline.models import inference
 
         self.config.require_vectors()
         turns, (_, texts) = inputs.context(context), inputs.candidates(candidates)
         (row,) = self.module.context_rows([turns])
         vectors_1MD, mask_1M = inference.context_row_vectors(self.module, [row])
         vectors_CD = self._candidate_vectors(texts)
-        tokens, *weights = explanation.explain(
+        tokens, *weights = inference.explain(
             self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD
         )
         return Explanation(tokens, *map(_array, weights))

@@ -19,7 +19,7 @@ from jobs import (
 )
 from pipeline import cost, progress
 from pipeline.corpora import raw, reddit
-from pipeline.evaluation import estimate as evaluation_estimate
+from pipeline.evaluation import ranking
 from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
 from pipeline.training.settings import FinetuneConfig, TeachingConfig, TokenizerConfig
@@ -107,7 +107,7 @@ def test_a_tokenizer_learns_from_train_as_far_as_it_is_told(convai2_corpus, nowh
 def test_an_evaluation_measures_a_few_questions_of_each_model(
     run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
 ):
-    monkeypatch.setattr(evaluation_estimate, "_MEASURED_S", 0.02)
+    monkeypatch.setattr(ranking, "_MEASURED_S", 0.02)
     models = [tiny_ranker(kind).uri for kind in ("poly", "cross")]
     said = run_job_here(
         "evaluate", "--model", *models, "--corpus", convai2_corpus.uri, "--dry-run", "true",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.evaluation import report, worst_answers
+from pipeline.evaluation import report
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.evaluation.ranking import Latency, rank
 from pipeline.evaluation.results import ScorerResult
@@ -107,7 +107,7 @@ def ranked(fixed):
 
 def test_the_worst_ranked_come_first_with_what_stood_before_them(ranked):
     asked, found = ranked
-    worst, worse = worst_answers.worst_answers(found, asked, 10)
+    worst, worse = report.worst_answers(found, asked, 10)
     assert (worst["scorer"], worst["example_id"], worst["rank"]) == ("bi", "worst", 8)
     assert [best["text"] for best in worst["top"]] == [
         "w2", "shared 5", "shared 4", "shared 3", "shared 2"
@@ -117,23 +117,23 @@ def test_the_worst_ranked_come_first_with_what_stood_before_them(ranked):
     assert worst["context"] == ["…", *(f"turn {n}" for n in range(3, 9))]
     assert (worse["example_id"], worse["rank"]) == ("worse", 4)
     assert [best["right"] for best in worse["top"]] == [False, False, False, True, False]
-    assert [r["example_id"] for r in worst_answers.worst_answers(found, asked, 1)] == ["worst"]
+    assert [r["example_id"] for r in report.worst_answers(found, asked, 1)] == ["worst"]
 
 
 def test_texts_are_cut_for_reading_and_lines_are_json(ranked):
     asked, found = ranked
-    records = worst_answers.worst_answers(found, asked, 10)
+    records = report.worst_answers(found, asked, 10)
     assert len(records[0]["response"]) == 300
     assert records[0]["response"].endswith("…")
     assert records[1]["context"][0] == "who is there?"
     assert len(records[1]["context"][1]) == 300
-    lines = worst_answers.json_lines([records, records[:1]]).decode().splitlines()
+    lines = report.json_lines([records, records[:1]]).decode().splitlines()
     assert [json.loads(line) for line in lines] == [*records, records[0]]
 
 
 def test_a_record_can_be_read(ranked):
     asked, found = ranked
-    worst, worse = map(worst_answers.as_text, worst_answers.worst_answers(found, asked, 10))
+    worst, worse = map(report.answer_text, report.worst_answers(found, asked, 10))
     assert worst.splitlines()[0] == "bi: worst, the right one at 8 of 8"
     assert worst.splitlines()[-1].startswith("  *    0.000  y y y")
     assert worse.count("*") == 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.models import inference
-from pipeline.models.explanation import Explained, explain
+from pipeline.models.inference import Explained, explain
 from pipeline.models.ranker import Ranker, load_ranker, new_network
 from pipeline.models.settings import BiConfig, PolyConfig
 from tests.helpers import softmax

@@ -32,7 +32,7 @@ from pipeline.models.convert_rt.tokenizer import (
     join_earlier,
     save_vocabulary,
 )
-from pipeline.models.explanation import explain
+from pipeline.models.inference import explain
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
 from tests.helpers import refusal, softmax
