@@ -10,7 +10,7 @@ packing, cpu         texts of many lengths without padding, and faster layers on
 precision, int8      bf16, float32 and 8 bits; `torch_operators` are private ones of torch
 losses               functions of scores; `pretraining_heads` have their own
 lora, flops          adapters; operations of a step
-sources, git_lfs     where an encoder comes from, and files that are not all there
+sources              where an encoder comes from
 convert_rt, interop  ConveRT; the formats of other projects
 convert, polyencoder earlier names, which still import
 

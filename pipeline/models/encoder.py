@@ -16,10 +16,10 @@ from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
 from pipeline.models import cpu, packing
-from pipeline.models.git_lfs import require_fetched
 from pipeline.models.packing import Packing, first_position
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.settings import Shape, TrainLayers
+from pipeline.models.sources import require_fetched
 from pipeline.models.tokens import Tokens
 
 ADAPTER = "adapter_config.json"

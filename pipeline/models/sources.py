@@ -35,6 +35,7 @@ REDUCTIONS: dict[str, Reduction] = {
 }  # fmt: skip
 """Of the names that its Pooling has: in newer versions a mode, in older ones a flag for each."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.txt"]
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class Source(Protocol):
@@ -195,6 +196,13 @@ def fetch_from_hub(name: str, revision: str | None = None) -> Path:
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: no such folder, nor to be had from the hub ({reason})") from None
+
+
+def require_fetched(path: Path) -> None:
+    """Raises BadInput for a pointer that `git clone` without Git LFS has fetched in place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise BadInput(f"{path}: a pointer of Git LFS; `git lfs pull` fetches the file itself")
 
 
 def _limit_wait(request: Any) -> None:

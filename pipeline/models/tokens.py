@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
-from pipeline.models.git_lfs import require_fetched
 from pipeline.models.settings import CandidateKeeps, ContextKeeps
+from pipeline.models.sources import require_fetched
 
 _FILES = ("tokenizer.json", "vocab.txt")
 
