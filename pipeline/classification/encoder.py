@@ -35,7 +35,7 @@ class FrozenEncoder:
         """[N, F] of N `rows`, float32, on the CPU."""
         if self.config.side == "candidate":
             return inference.row_vectors(self.ranker, rows)
-        return inference.text_row_vectors(self.ranker, rows)
+        return inference.encode_rows(self.ranker, rows, self.ranker.dual.encode_texts)
 
     def vectors(self, texts: Sequence[str]) -> Tensor:
         """[N, F] of N texts, float32, on the CPU."""

@@ -166,11 +166,6 @@ def context_row_vectors(
     return outputs[:, :, :-1], outputs[:, :, -1] > 0
 
 
-def text_row_vectors(ranker: Ranker, rows: Sequence[Sequence[int]]) -> Tensor:
-    """[N, F]: one vector each of N contexts that `Ranker.context_rows` has tokenised, in their order."""
-    return encode_rows(ranker, rows, ranker.dual.encode_texts)
-
-
 def encode_rows(
     ranker: Ranker,
     rows: Sequence[Sequence[int]],
