@@ -29,7 +29,8 @@ def test_the_worst_come_first_and_say_what_they_are_taken_for():
     assert [one.taken_for for one in results] == ["a", "b", ""]
     confusions = [("b", "a", 4), ("a", "b", 1), ("b", "c", 1)]
     assert evaluation.confusions(found, LABELS) == confusions
-    assert [one["intent"] for one in evaluation.report(found, LABELS)["worst"]] == ["b", "a"]
+    assert [one["intent"] for one in evaluation.report(found, LABELS)["worst"]] == ["b", "a", "c"]
+    assert evaluation.report(answers(found.true_N, found.true_N), LABELS)["worst"] == []
 
 
 def test_an_intent_without_texts_has_no_row_and_one_without_answers_has_precision_0():
