@@ -150,6 +150,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
     from pipeline.evaluation import report
+    from pipeline.models.truncation import truncation
 
     if timed_models:
         tracking.connect()  # refuses a server that is away before the work
@@ -182,7 +183,11 @@ def run(config: Config) -> program.Summary:
         *_notes(question_set, measure.protocol, config, corpus, known),
         *(_trained_on(models, corpus) if config.split == "train" else []),
         f"models compute in {precision}",
-        *_truncations(timed_models, question_set),
+        *(
+            f"{name}: {line}"
+            for name, (_, ranker) in timed_models.items()
+            if (line := truncation(ranker, question_set.contexts, question_set.texts))
+        ),
         *(f"{name}: {least}" for name, least in least_scores.items()),
     ]
     table = "\n".join([report.markdown(results, comparisons), "", *notes])
@@ -305,24 +310,13 @@ def _scorer_makers(
 
     if resources != HERE:
         return {
-            name: functools.partial(ranking.load_scorer, model, "", precision, known)
+            name: functools.partial(ranking.scorer, model, "", precision, known)
             for name, (model, _) in models.items()
         }
     return {
         name: functools.cache(functools.partial(ranking.scorer, ranker, name, precision, known))
         for name, (_, ranker) in models.items()
     }
-
-
-def _truncations(models: Models, question_set: Questions) -> list[str]:
-    """A line for each model that does not read all texts to their end."""
-    from pipeline.models.truncation import truncation
-
-    lines = {
-        name: truncation(ranker, question_set.contexts, question_set.texts)
-        for name, (_, ranker) in models.items()
-    }
-    return [f"{name}: {line}" for name, line in lines.items() if line]
 
 
 def _notes(

@@ -24,7 +24,7 @@ from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Questions, questions
-from pipeline.evaluation.ranking import Scorer, load_scorer, rank
+from pipeline.evaluation.ranking import Scorer, rank, scorer
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
@@ -103,16 +103,16 @@ def _rates(
 def _points(corpus: Artifact, model: Artifact, question_set: Questions) -> Iterator[BenchmarkRow]:
     """R@1 above the better of BM25 and TF-IDF; and R@1 in float32 less that of blocks in 8 bits."""
 
-    def percent(scorer: Scorer) -> float:
-        return 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    def percent(asked: Scorer) -> float:
+        return 100 * recall_at(rank(asked.prepare(question_set), question_set).ranks_N, 1)
 
     texts = known_texts(corpus)
-    scorers: list[Scorer] = [load_scorer(model), BM25.fit(texts), TfIdf.fit(texts)]
+    scorers: list[Scorer] = [scorer(model), BM25.fit(texts), TfIdf.fit(texts)]
     ours, bm25, tf_idf = map(percent, scorers)
-    scorer = load_scorer(model, precision="fp32")
-    float32 = percent(scorer)
-    scorer.ranker.quantise()
-    int8, count = percent(scorer), f"{len(question_set):,} questions among 100"
+    exact = scorer(model, precision="fp32")
+    float32 = percent(exact)
+    exact.ranker.quantise()
+    int8, count = percent(exact), f"{len(question_set):,} questions among 100"
     name, unit = "convert.reddit_1_of_100.points_over_bm25", "points of R@1"
     note = f"ConveRT {ours:.1f}, TF-IDF {tf_idf:.1f}, BM25 {bm25:.1f}; {count}."
     yield BenchmarkRow.alone(name, ours - max(bm25, tf_idf), unit, note)

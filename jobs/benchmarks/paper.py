@@ -29,7 +29,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, flatten, parse, require, to_dict
 from pipeline.engine.draft import request_of
 from pipeline.evaluation import protocols, significance
-from pipeline.evaluation.ranking import load_scorer
+from pipeline.evaluation.ranking import scorer
 from pipeline.models.sources import open_encoder
 from pipeline.storage.failures import cause_of
 
@@ -231,7 +231,7 @@ def train_and_evaluate(job: Job) -> None:
     finetune.run(job.train)
     model = open_artifact(job.train.output, "ranker")
     measure = evaluate.measurement(job.ask, open_artifact(job.ask.corpus, "corpus"))
-    result = measure.of(job.label, functools.partial(load_scorer, model, job.label))
+    result = measure.of(job.label, functools.partial(scorer, model, job.label))
     evaluation = {"ranks": result.ranking.ranks_N.tolist(), "metrics": result.metrics}
     storage.write_bytes(job.evaluation, json.dumps(evaluation).encode())
 

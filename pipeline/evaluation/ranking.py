@@ -252,25 +252,16 @@ class RankerScorer:
 
 
 def scorer(
-    ranker: Ranker,
+    model: Ranker | Artifact,
     label: str = "",
     precision: Precision = "auto",
     known_contexts: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
 ) -> RankerScorer:
     """A ranker's scorer, on the GPU that this process may use, else on the CPU. It computes as the Python
-    API, pools and the service do. The ranker itself has that precision from now on."""
+    API, pools and the service do. A ranker that is loaded already has that precision from now on."""
+    ranker = model if isinstance(model, Ranker) else load_ranker(model.local())
     prepared = inference.prepare(ranker, best_device(), precision)
     return RankerScorer(prepared, label, known_contexts=known_contexts)
-
-
-def load_scorer(
-    model: Artifact,
-    label: str = "",
-    precision: Precision = "auto",
-    known_contexts: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
-) -> RankerScorer:
-    """`scorer` of a ranker that it loads."""
-    return scorer(load_ranker(model.local()), label, precision, known_contexts)
 
 
 @dataclass(frozen=True)

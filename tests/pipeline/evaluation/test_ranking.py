@@ -20,9 +20,9 @@ from pipeline.evaluation.ranking import (
     RankerScorer,
     join_rankings,
     latency,
-    load_scorer,
     own_scores,
     rank,
+    scorer,
 )
 from pipeline.evaluation.results import Measurement
 from pipeline.ranking.ranker import Ranker
@@ -110,7 +110,7 @@ def test_what_is_evaluated_is_what_python_and_the_service_compute(
     tiny.ranker(architecture=architecture).save(tmp_path)
     model = SimpleNamespace(local=lambda: tmp_path)
     asked = Questions.of([ASKED[1]])
-    evaluated = load_scorer(model, precision=precision).prepare(asked)(asked)[0]
+    evaluated = scorer(model, precision=precision).prepare(asked)(asked)[0]
     ranker = Ranker.load(tmp_path, precision=precision, device="cpu")
     served = ranker.rank(ASKED[1].context, ASKED[1].candidates)
     assert sorted(evaluated.tolist(), reverse=True) == [result.score for result in served.results]
@@ -266,7 +266,7 @@ def test_shares_on_a_cluster_give_the_same_ranking(
     for name in ("_TEXTS_AT_ONCE", "_NUMBERS_AT_ONCE", "_QUESTIONS_AT_ONCE"):
         monkeypatch.setattr(ranking, name, 1000)
 
-    make = functools.partial(ranking.load_scorer, tiny_ranker("poly"))
+    make = functools.partial(ranking.scorer, tiny_ranker("poly"))
     here = measurement.of("poly", make)
     there = measurement.of("poly", make, actors=Actors(actors=20, cpus_per_actor=2))
     # bf16 hardware rounds a text as its batch is padded.
