@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from fastapi.testclient import TestClient
 
 from jobs import classify_intents, embed_pool
 from pipeline.artifact import Artifact
@@ -28,6 +29,7 @@ from pipeline.pools.shard import ROWS
 from pipeline.ranking.results import Result
 from serve import app
 from serve.engine import Engine
+from serve.http.api import create_app
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 from tests.helpers import computing_in_fp32
 
@@ -171,6 +173,18 @@ def error_of(response: Any, status: int = 422) -> dict[str, Any]:
 
 def hash_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def poly(tiny_ranker, tiny_pool, asking) -> Asking:
+    """A service of a poly-encoder and its pool "replies"."""
+    model = tiny_ranker("poly")
+    return asking(model, tiny_pool(model))
+
+
+@pytest.fixture(scope="module")
+def client(poly) -> TestClient:
+    return TestClient(create_app(poly.service), raise_server_exceptions=False)
 
 
 @contextmanager

@@ -28,29 +28,18 @@ from serve.limits import Limits
 from serve.refusals import CODES, REFUSALS
 from serve.service import Service
 
-from .conftest import INTERFACE, Asking, ask, error_of, run, serving
+from .conftest import INTERFACE, ask, error_of, run, serving
 
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
 TEXTS = ["tea", "i sail on the harbour", "no", "a nurse"]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_ranker, tiny_pool, asking) -> Asking:
-    model = tiny_ranker("poly")
-    return asking(model, tiny_pool(model))
-
-
-@pytest.fixture(scope="module")
-def client(engine) -> TestClient:
-    return TestClient(api.create_app(engine.service), raise_server_exceptions=False)
 
 
 FEW = Limits(candidates=3, top_k=10, requests=2)
 
 
 @pytest.fixture(scope="module")
-def limited(engine) -> TestClient:
-    return TestClient(api.create_app(engine.service, FEW))
+def limited(poly) -> TestClient:
+    return TestClient(api.create_app(poly.service, FEW))
 
 
 def results_of(client: TestClient, **request: Any) -> list[dict[str, Any]]:
@@ -123,8 +112,8 @@ def test_an_answer_of_two_stages_names_both(tiny_ranker, tiny_pool, asking):
     assert (answer["model"], answer["second_stage"]) == (model.fingerprint, None)
 
 
-def test_the_work_of_a_list_does_not_refuse_it(engine):
-    service = Service(lambda: engine.engine, max_wait_s=2.0)
+def test_the_work_of_a_list_does_not_refuse_it(poly):
+    service = Service(lambda: poly.engine, max_wait_s=2.0)
     question = {"context": CONTEXT, "candidates": [f"text {number}" for number in range(20)]}
     with TestClient(api.create_app(service)) as client:
         service.batcher._means["rank"].value = 1000.0  # each is expected to take some 20 s
@@ -138,10 +127,10 @@ def test_the_work_of_a_list_does_not_refuse_it(engine):
 
 
 @pytest.mark.parametrize("is_sick", [True, False])
-def test_a_replica_that_cannot_compute_is_not_ready(engine, monkeypatch, is_sick):
+def test_a_replica_that_cannot_compute_is_not_ready(poly, monkeypatch, is_sick):
     """As after an error of CUDA, which stays. Requests that cannot be computed make nobody sick."""
-    service = Service(lambda: engine.engine, max_wait_s=2.0)
-    encode = engine.engine.ranker.context_rows
+    service = Service(lambda: poly.engine, max_wait_s=2.0)
+    encode = poly.engine.ranker.context_rows
 
     def fail(rows: list[Any]) -> list[Any]:
         if is_sick or len(rows[0]) == poison_tokens:
@@ -150,9 +139,9 @@ def test_a_replica_that_cannot_compute_is_not_ready(engine, monkeypatch, is_sick
 
     poison = {"context": "a poison", "candidates": TEXTS}
     poison_tokens = len(encode([["a poison"]])[0])
-    assert poison_tokens != len(encode([engine.engine.sample_texts()[:1]])[0])
-    stage = engine.engine.contexts
-    monkeypatch.setattr(engine.engine, "contexts", Stage("contexts", fail, stage.batch_cost))
+    assert poison_tokens != len(encode([poly.engine.sample_texts()[:1]])[0])
+    stage = poly.engine.contexts
+    monkeypatch.setattr(poly.engine, "contexts", Stage("contexts", fail, stage.batch_cost))
     with TestClient(api.create_app(service), raise_server_exceptions=False) as client:
         assert client.get("/ready").status_code == 200
         for _ in range(5):
@@ -171,8 +160,8 @@ def test_a_replica_that_cannot_compute_is_not_ready(engine, monkeypatch, is_sick
     service.close()
 
 
-def test_a_list_with_a_refused_request_leaves_no_work(engine):
-    batcher, may_end = engine.service.batcher, threading.Event()
+def test_a_list_with_a_refused_request_leaves_no_work(poly):
+    batcher, may_end = poly.service.batcher, threading.Event()
 
     def wait(rows: list[Any]) -> list[Any]:
         assert may_end.wait(60)
@@ -180,7 +169,7 @@ def test_a_list_with_a_refused_request_leaves_no_work(engine):
 
     waiting = batcher.run(Stage("wait", wait, 1.0), [1], [1.0], time.monotonic() + 60)
     good = {"context": CONTEXT, "candidates": TEXTS}
-    with TestClient(api.create_app(engine.service)) as client, ThreadPoolExecutor(1) as thread:
+    with TestClient(api.create_app(poly.service)) as client, ThreadPoolExecutor(1) as thread:
         for _ in range(3):  # so that the batcher knows how long a request takes
             assert client.post("/rank", json=good).status_code == 200
         thread.submit(run, waiting)
@@ -190,7 +179,7 @@ def test_a_list_with_a_refused_request_leaves_no_work(engine):
     assert (refused.status_code, left_s) == (404, 0.0)
 
 
-def test_a_large_answer_is_made_beside_the_event_loop(engine, monkeypatch):
+def test_a_large_answer_is_made_beside_the_event_loop(poly, monkeypatch):
     """64 queries with `top_k` 1,000 blocked it for 2 s."""
     threads = set()
     response = api._response
@@ -206,7 +195,7 @@ def test_a_large_answer_is_made_beside_the_event_loop(engine, monkeypatch):
 
     async def ask() -> None:
         loop_threads.append(threading.get_ident())
-        transport = httpx2.ASGITransport(api.create_app(engine.service))
+        transport = httpx2.ASGITransport(api.create_app(poly.service))
         async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
             for asked in (query, [query, query]):
                 answer = await client.post("/rank", json=asked)
@@ -216,7 +205,7 @@ def test_a_large_answer_is_made_beside_the_event_loop(engine, monkeypatch):
     assert threads and not threads & set(loop_threads)
 
 
-def test_a_search_reads_the_texts_of_its_results_beside_the_event_loop(engine, monkeypatch):
+def test_a_search_reads_the_texts_of_its_results_beside_the_event_loop(poly, monkeypatch):
     threads = set()
     read = Pool.rows_at
 
@@ -225,8 +214,8 @@ def test_a_search_reads_the_texts_of_its_results_beside_the_event_loop(engine, m
         return read(*asked)
 
     monkeypatch.setattr(Pool, "rows_at", note)
-    assert engine.rank_pool(CONTEXT, "replies", 5)
-    assert threads == {engine.service.batcher._thread.ident}
+    assert poly.rank_pool(CONTEXT, "replies", 5)
+    assert threads == {poly.service.batcher._thread.ident}
 
 
 def test_a_context_may_be_a_text(client):
@@ -486,8 +475,8 @@ def test_other_requests_are_answered_while_a_ranking_is_at_work(tiny_ranker, ask
     assert len(body["results"]) == 2
 
 
-def test_a_body_of_10_mb_that_says_no_length_is_refused(engine):
-    with serving(api.create_app(engine.service)) as port:
+def test_a_body_of_10_mb_that_says_no_length_is_refused(poly):
+    with serving(api.create_app(poly.service)) as port:
         body = iter([b"x" * 1_000_000] * 10)
         # A client that still sends when the connection is closed may get no answer.
         with suppress(ConnectionError):

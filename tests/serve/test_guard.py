@@ -34,13 +34,8 @@ HASH = hash_of(TOKEN)
 
 
 @pytest.fixture(scope="module")
-def service(tiny_ranker, asking):
-    return asking(tiny_ranker("poly")).service
-
-
-@pytest.fixture(scope="module")
-def client(service) -> TestClient:
-    return TestClient(api.create_app(service), raise_server_exceptions=False)
+def service(poly):
+    return poly.service
 
 
 # Bodies

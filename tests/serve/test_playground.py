@@ -35,17 +35,6 @@ TEXTS = ["tea", "i sail on the harbour", "no", "a nurse", "tea"]
 TOKEN = "let me in"
 
 
-@pytest.fixture(scope="module")
-def asked(tiny_ranker, tiny_pool, asking) -> Asking:
-    model = tiny_ranker("poly")
-    return asking(model, tiny_pool(model))
-
-
-@pytest.fixture(scope="module")
-def client(asked) -> TestClient:
-    return TestClient(api.create_app(asked.service), raise_server_exceptions=False)
-
-
 # explain
 
 
@@ -189,8 +178,8 @@ def tab(tmp_path_factory) -> Iterator[browsers.Page]:
 
 
 @pytest.fixture(scope="module")
-def port(asked) -> Iterator[int]:
-    with serving(api.create_app(asked.service)) as port:
+def port(poly) -> Iterator[int]:
+    with serving(api.create_app(poly.service)) as port:
         yield port
 
 
@@ -522,9 +511,9 @@ var contrast = (one) => {
 """
 
 
-def test_an_older_answer_never_replaces_a_newer_one(asked, tab):
+def test_an_older_answer_never_replaces_a_newer_one(poly, tab):
     """The first question is held until the second has been shown."""
-    inner = api.create_app(asked.service)
+    inner = api.create_app(poly.service)
     held, release, finished = threading.Event(), threading.Event(), threading.Event()
 
     async def holding(scope: Any, receive: Any, send: Any) -> None:
@@ -554,8 +543,8 @@ def test_an_older_answer_never_replaces_a_newer_one(asked, tab):
         assert page.run(RESULTS) == newer
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab_only(asked, tab):
-    with serving(api.create_app(asked.service, tokens=BearerTokens([hash_of(TOKEN)]))) as port:
+def test_a_token_is_asked_for_and_kept_in_the_tab_only(poly, tab):
+    with serving(api.create_app(poly.service, tokens=BearerTokens([hash_of(TOKEN)]))) as port:
         page = opened(tab, port, "document.querySelector('#services').open")
         assert page.text(".problem code") == "unauthorized"
         page.click("#token")
