@@ -62,6 +62,13 @@ def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
     return {} if settings else answer["applications"]
 
 
+def job(url: str, job_id: str) -> tuple[dict[str, Any], str]:
+    """Ray's facts about a submitted job, and its output so far; raises as `applications`."""
+    # In this order, so that the output of a job that has ended is whole.
+    facts = _ask(url, f"jobs/{job_id}")
+    return facts, str(_ask(url, f"jobs/{job_id}/logs")["logs"])
+
+
 def ray_version(url: str) -> str:
     """The version of Ray that the cluster runs; raises as `applications`."""
     return str(_ask(url, "version")["ray_version"])

@@ -6,7 +6,6 @@ with the settings files that the command names. Inputs and outputs are URIs that
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shlex
@@ -40,8 +39,7 @@ _MAX_STARTS = 3
 # Of a head whose agent starts; that took over a minute on two busy cores.
 _START_S, _NO_AGENT = 300.0, "No available agent"
 _PATIENCE_S = 600.0  # a head that restarts is back by then
-_LONGEST_PAUSE_S = 30.0
-_QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
+_LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +91,6 @@ class _Parcel:
         return sum(file.stat().st_size for file in self.files.values())
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a job ended."""
-
-    status: str
-    code: int | None
-    """The exit code of its process; None: it had none, such as a job that was stopped."""
-    said: bool
-    """Whether the job itself said that it ends with this code."""
-    error: str
-    """What the job, or else Ray, said last about its failure."""
-
-    @property
-    def has_died(self) -> bool:
-        return self.status == "FAILED" and self.code is not None and not self.said
-
-
 def run(config: Config) -> program.Summary:
     parcel = _pack(config)
     name = config.name or f"{config.command[0]}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
@@ -125,7 +106,8 @@ def run(config: Config) -> program.Summary:
         for folder, count in sorted(folders.items()):
             print(folder if folder in parcel.files else f"{folder}/: {count} files")
         return {**summary, "submitted": False}
-    client = _connect(config.address)
+    url = config.address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+    client = _connect(url)
     summary["submitted"], failure = False, ""
     for start in range(1, _MAX_STARTS + 1):
         job_id, status = _find(client, name, parcel.entrypoint)
@@ -137,15 +119,11 @@ def run(config: Config) -> program.Summary:
             summary["submitted"] = True
         if status == "SUCCEEDED" or not config.wait:
             return {**summary, **({"status": status} if status else {})}
-        end = _follow(client, job_id, config.command[0])
-        if end.status == "SUCCEEDED":
-            return {**summary, "status": end.status}
-        if not end.has_died:
-            stopped = Stopped(": ".join(filter(None, [job_id, end.status, end.error])))
-            stopped.exit_code = end.code or 1
-            raise stopped
-        died = f"its process died (exit code {end.code}, start {start} of {_MAX_STARTS})"
-        failure = f"{job_id}: {end.status}, {died}"
+        code_of_death = _follow(url, job_id, config.command[0])
+        if code_of_death is None:
+            return {**summary, "status": "SUCCEEDED"}
+        died = f"its process died (exit code {code_of_death}, start {start} of {_MAX_STARTS})"
+        failure = f"{job_id}: FAILED, {died}"
         if start < _MAX_STARTS:
             _say(f"{program.command_of_verb.format('submit')}: {failure}")
     raise Stopped(failure)
@@ -266,10 +244,8 @@ def _stays_here(name: str, value: str) -> str:
     return "a port of this machine" if name in _STORES and is_loopback else ""
 
 
-def _connect(address: str) -> Any:
+def _connect(url: str) -> Any:
     """Raises Stopped where no cluster answers; BadInput where it refuses the token or runs another Ray."""
-    url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
-
     cluster_version, client = dashboard.connect(
         lambda url: (dashboard.ray_version(url), _job_client(url)), url
     )
@@ -339,90 +315,58 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _follow(client: Any, name: str, verb: str) -> _End:
+def _follow(url: str, name: str, verb: str) -> int | None:
     """Prints what the job prints until its end.
+
+    Returns the exit code of a process that died without a word; None: the job has succeeded. Raises Stopped
+    with the job's exit code for one that failed otherwise, such as a job that was stopped.
+    """
+    try:
+        job, output = _wait(url, name)
+    except KeyboardInterrupt:
+        _say(f"\n{name} goes on; `ray job stop {name}` ends it")
+        sys.exit(130)
+    status, code = job["status"], job.get("driver_exit_code")
+    if status == "SUCCEEDED":
+        return None
+    if status == "FAILED" and code is not None and not program.said_by_job(output, verb, code):
+        return int(code)
+    is_of_ray = status == "FAILED" and code is None  # such as of a head without memory
+    error = job["message"] if is_of_ray else program.summary_of(output, verb).get("error", "")
+    stopped = Stopped(": ".join(filter(None, [name, status, error])))
+    stopped.exit_code = code or 1
+    raise stopped
+
+
+def _wait(url: str, name: str) -> tuple[dict[str, Any], str]:
+    """Ray's facts about the job once it has ended, and its output, which is printed as it comes.
 
     A lost connection ends neither the job nor this. Raises Stopped where the cluster does not answer for
     minutes.
     """
-    log = _Log(client, name)
-    try:
-        info, output = _wait(client, name, log)
-    except KeyboardInterrupt:
-        _say(f"\n{name} goes on; `ray job stop {name}` ends it")
-        sys.exit(130)
-    code = info.driver_exit_code
-    said = code is not None and program.said_by_job(output, verb, code)
-    is_of_ray = info.status.value == "FAILED" and code is None  # such as of a head without memory
-    error = info.message if is_of_ray else program.summary_of(output, verb).get("error", "")
-    return _End(str(info.status.value), code, said, error)
-
-
-def _wait(client: Any, name: str, log: _Log) -> tuple[Any, str]:
-    """Ray's facts about the job once it has ended, and its output, which is printed."""
-    import aiohttp
-
-    lost = (*dashboard.LOST, aiohttp.ClientError)
-    silent_since: float | None = None  # the first of the questions that had no answer
-    attempts = 0
+    printed, lost_since = 0, None
     while True:
-        printed, reason, is_quiet = log.printed, "closed", False
+        began = time.monotonic()
         try:
-            asyncio.run(log.follow())
-        except TimeoutError:
-            is_quiet = True
-        except lost as error:
+            job, output = dashboard.job(url, name)
+        except dashboard.LOST as error:
             reason = first_line(error)
-        if log.printed > printed:
-            silent_since, attempts = None, 0
-        try:
-            info = client.get_job_info(name)
-            if info.status.value not in _ACTIVE:
-                output = client.get_job_logs(name)
-                log.show(0, output)  # the connection may have hidden the end
-                return info, output
-            silent_since = None
-            if is_quiet:
-                continue
-        except lost as error:
-            reason = first_line(error)
-            silent_since = time.monotonic() if silent_since is None else silent_since
-            if time.monotonic() - silent_since > _PATIENCE_S:
+            if lost_since is None:
+                lost_since = began
+                _say(f"the connection to {name} is lost ({reason}); connecting again")
+            if began - lost_since > _PATIENCE_S:
                 raise Stopped(
                     f"{name}: the cluster has not answered for {_PATIENCE_S / 60:.0f} minutes ({reason}); "
                     f"the job may go on: `ray job logs --follow {name}`"
                 ) from None
-        attempts += 1
-        if attempts == 1:
-            _say(f"the connection to {name} is lost ({reason}); connecting again")
-        time.sleep(min(_LONGEST_PAUSE_S, 2.0 ** (attempts - 1)))
-
-
-class _Log:
-    """The output of a job, each character of which is printed once, however often it is read."""
-
-    def __init__(self, client: Any, name: str) -> None:
-        self._client, self._name = client, name
-        self.printed = 0
-        """Characters."""
-
-    async def follow(self) -> None:
-        """Prints what is new until the cluster closes the connection.
-
-        Raises TimeoutError where nothing comes for minutes.
-        """
-        position, clock = 0, asyncio.get_running_loop().time
-        texts = self._client.tail_job_logs(self._name)  # from the job's first line on
-        async with asyncio.timeout(_QUIET_S) as limit:
-            async for text in texts:
-                self.show(position, text)
-                position += len(text)
-                limit.reschedule(clock() + _QUIET_S)
-
-    def show(self, position: int, text: str) -> None:
-        """Prints what is new in a part of the output that begins at the position."""
-        print(text[max(0, self.printed - position) :], end="", flush=True)
-        self.printed = max(self.printed, position + len(text))
+        else:
+            lost_since = None
+            print(output[printed:], end="", flush=True)
+            printed = len(output)
+            if job["status"] not in _ACTIVE:
+                return job, output
+        # Each answer has the whole output, so a long one is asked for less often.
+        time.sleep(max(_LOOK_EVERY_S, 10 * (time.monotonic() - began)))
 
 
 if __name__ == "__main__":

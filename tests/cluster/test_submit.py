@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 from zipfile import ZipFile
 
-import aiohttp
 import pytest
 
-from jobs import packages, submit
+from jobs import dashboard, packages, submit
 from pipeline.config import BadInput, Stopped
 from tests.helpers import Finished
 
@@ -235,29 +235,23 @@ def test_a_password_in_an_address_travels_only_where_it_is_asked_for(monkeypatch
 
 
 class Cluster:
-    """A client of a cluster whose connections end as they are told to: by an error, or quietly."""
+    """A cluster that answers as it is told to, while a job runs, and then that the job has ended."""
 
     OUTPUT = "first line\nsecond line\nthird line\n"
     CODE = 0
 
-    def __init__(self, *ends: tuple[int, Exception | None], status: str = "SUCCEEDED") -> None:
-        self._ends = list(ends)
-        """Characters that come before each end of a connection."""
+    def __init__(self, *answers: int | Exception, status: str = "SUCCEEDED") -> None:
+        self._answers = list(answers)
+        """To each question: how many characters of the output are there, or an error."""
         self._status = status
 
-    async def tail_job_logs(self, name):
-        count, error = self._ends.pop(0) if self._ends else (len(self.OUTPUT), None)
-        for start in range(0, count, 7):
-            yield self.OUTPUT[start : min(count, start + 7)]
-        if error:
-            raise error
-
-    def get_job_info(self, name):
-        status = SimpleNamespace(value="RUNNING" if self._ends else self._status)
-        return SimpleNamespace(status=status, driver_exit_code=self.CODE, message="")
-
-    def get_job_logs(self, name):
-        return self.OUTPUT
+    def job(self, url, name):
+        answer = self._answers.pop(0) if self._answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        status = self._status if answer is None else "RUNNING"
+        facts = {"status": status, "driver_exit_code": self.CODE, "message": ""}
+        return facts, self.OUTPUT[:answer]
 
 
 NIGHT = submit.Config(command=("inspect", "--corpus", "s3://c"), name="night", wait=True)
@@ -273,7 +267,8 @@ def joined(monkeypatch) -> Callable[..., None]:
             SimpleNamespace(submission_id=job_id, status=SimpleNamespace(value=status), entrypoint=command)
             for job_id, status, command in jobs
         ]  # fmt: skip
-        monkeypatch.setattr(submit, "_connect", lambda address: client)
+        monkeypatch.setattr(submit, "_connect", lambda url: client)
+        monkeypatch.setattr(dashboard, "job", client.job)
 
     return join
 
@@ -328,52 +323,6 @@ def test_the_last_line_of_a_scheduler_s_log_says_why(joined, output, code, said,
     assert (str(failed.value), failed.value.exit_code) == (said, exit_code)
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        [(15, RuntimeError("close code 1006")), (0, aiohttp.ClientError("refused")), (20, None)],
-        [(15, None)],  # the job ends before the connection is made again
-    ],
-)
-def test_a_lost_connection_ends_neither_the_job_nor_its_output(monkeypatch, capsys, ends):
-    pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
-    assert submit._follow(Cluster(*ends), "night", "inspect").status == "SUCCEEDED"
-    printed = capsys.readouterr()
-    assert printed.out == Cluster.OUTPUT
-    lines = printed.err.splitlines()
-    assert len(lines) <= len(pauses)
-    assert all(line.startswith("the connection to night is lost (c") for line in lines)
-
-
-def test_a_connection_that_dies_without_a_sign_does_not_outlive_the_job(monkeypatch, capsys):
-    class Dead(Cluster):
-        async def tail_job_logs(self, name):
-            yield self.OUTPUT[:15]
-            await asyncio.sleep(5)
-            raise AssertionError("nobody has looked after the job")
-
-    monkeypatch.setattr(submit, "_QUIET_S", 0.01)
-    assert submit._follow(Dead(), "night", "inspect").status == "SUCCEEDED"
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
-
-
-def test_a_job_that_prints_nothing_for_long_is_waited_for(monkeypatch, capsys):
-    class Quiet(Cluster):
-        async def tail_job_logs(self, name):
-            if self._ends:
-                self._ends.pop()
-                await asyncio.sleep(5)
-            yield self.OUTPUT
-
-    monkeypatch.setattr(submit, "_QUIET_S", 0.01)
-    quiet = Quiet((0, None), (0, None), (0, None))
-    assert submit._follow(quiet, "night", "inspect").status == "SUCCEEDED"
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
-
-
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
     """The time in seconds; only pauses and tests move it on."""
@@ -386,33 +335,56 @@ def now(monkeypatch) -> list[float]:
     return time
 
 
-def test_the_minutes_without_an_answer_begin_when_none_comes(now):
+@pytest.fixture
+def follow(monkeypatch, now) -> Callable[[Cluster], int | None]:
+    def run(cluster: Cluster) -> int | None:
+        monkeypatch.setattr(dashboard, "job", cluster.job)
+        return submit._follow("http://head:8265", "night", "inspect")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("answers", "losses"),
+    [
+        ([15, RuntimeError("close code 1006"), ConnectionError("cut"), 20, OSError("cut")], 2),
+        ([15, 15, 15], 0),  # nothing is printed for long
+    ],
+)
+def test_a_lost_connection_ends_neither_the_job_nor_its_output(follow, capsys, answers, losses):
+    assert follow(Cluster(*answers)) is None
+    printed = capsys.readouterr()
+    assert printed.out == Cluster.OUTPUT
+    lines = printed.err.splitlines()
+    assert len(lines) == losses
+    assert all(line.startswith("the connection to night is lost (c") for line in lines)
+
+
+def test_a_connection_that_dies_without_a_sign_is_given_up(monkeypatch):
+    monkeypatch.setattr(dashboard, "_ANSWER_S", 0.05)
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as silent,
+        pytest.raises(dashboard.LOST, match="timed out"),
+    ):
+        dashboard.job(f"http://127.0.0.1:{silent.getsockname()[1]}", "night")
+
+
+def test_the_minutes_without_an_answer_begin_when_none_comes(follow, now):
     """Not when the job printed something for the last time."""
 
-    class Restarting(Cluster):
-        async def tail_job_logs(self, name):
+    class Slow(Cluster):
+        def job(self, url, name):
+            answer = super().job(url, name)
             now[0] += 900
-            if self._ends:
-                raise ConnectionError("refused")
-            yield self.OUTPUT
+            return answer
 
-        def get_job_info(self, name):
-            if self._ends:
-                raise self._ends.pop()[1]
-            return super().get_job_info(name)
-
-    head = Restarting((0, ConnectionError("refused")))
-    assert submit._follow(head, "night", "inspect").status == "SUCCEEDED"
+    assert follow(Slow(0, 0, ConnectionError("refused"))) is None
 
 
-def test_a_cluster_that_does_not_answer_is_given_up(now):
-    class Gone(Cluster):
-        def get_job_info(self, name):
-            raise ConnectionError("no route to host")
-
+def test_a_cluster_that_does_not_answer_is_given_up(follow, now):
     said = r"^night: the cluster has not answered for 10 minutes \(no r"
     with pytest.raises(Stopped, match=said):
-        submit._follow(Gone((0, ConnectionError("refused"))), "night", "inspect")
+        follow(Cluster(*[ConnectionError("no route to host")] * 999))
     assert 600 < now[0] < 640
 
 
