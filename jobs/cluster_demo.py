@@ -78,8 +78,6 @@ def run(config: Config) -> program.Summary:
             "cluster_demo: an installed package lacks the files of a cluster; run it in a checkout"
         )
     machine = _Machine(Path(config.work), config.ports_from)
-    # Servers are stopped, too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with machine.running():
         data = demo_data.sample(machine.work / "sample")
         with _step("Sample dumps to s3://lake"):

@@ -200,7 +200,7 @@ def _best_model(evaluation: dict[str, Any]) -> tuple[str, str]:
     lines += [f"   {n:<9} {right[n]:4}, among the first three {among_three[n]}" for n in rows]
     other = " (--train false: the other one)" if best == "trained" else ""
     said = "users who choose other words than the table get fewer right answers"
-    if not trains:  # the questions of train/ are asked, which the pool will know
+    if not trains:  # the questions of train/ are asked
         said = "the pool will know the questions, too"
     lines.append(f"serves the {best} one{other}; {said}")
     return "ranker" if best == "trained" else best, "\n".join(lines)
@@ -228,18 +228,22 @@ def _table_format(config: Config, files: list[str]) -> pairs.Options:
         # Of a table that is called train.csv or test.csv, all rows would be in one split.
         split_by="groups" if all(named_split(storage.name_of(file)) for file in files) else "names",
     )
-    _require_rows(config.table, files, options)
+    _require_columns(config, files, options)
     options, _ = pairs.with_guessed_columns(files, options, raw.Reading())
-    _require_named(config, files, options)
     pairs.require_columns(files, options, raw.Reading())
     return options
 
 
-def _require_named(config: Config, files: list[str], options: pairs.Options) -> None:
-    """Raises BadInput where columns that nobody named cannot be found by their names."""
+def _require_columns(config: Config, files: list[str], options: pairs.Options) -> None:
+    """Raises BadInput for a table without rows, and where columns that nobody named cannot be found by their
+    names."""
     reading, report = raw.Reading(), ParseReport()
     rows = (tables.read(file, {}, reading, report, lambda name: True, options) for file in files)
     head = list(itertools.islice(itertools.chain.from_iterable(rows), 2))
+    if not head:
+        broken = program.counts_in_words(report.malformed.counts)
+        refusal = f"has no rows{f' that can be read ({broken})' if broken else ''}"
+        raise BadInput("; ".join([f"{config.table}: {refusal}", *report.notes]))
     columns = list(head[0][1])
     hint = tables.nested_hint(head) or tables.delimiter_hint(columns, options)
     if len(columns) == 1 and not (config.question and config.answer):
@@ -268,15 +272,6 @@ def _header_hint(columns: Sequence[str]) -> str:
     if not texts:
         return ""
     return f" ({texts[0]!r} looks like a text: the first line has to name the columns, as question,answer)"
-
-
-def _require_rows(table: str, files: list[str], options: pairs.Options) -> None:
-    report = ParseReport()
-    rows = (tables.read(file, {}, raw.Reading(), report, form=options) for file in files)
-    if not any(True for _ in itertools.chain.from_iterable(rows)):
-        broken = program.counts_in_words(report.malformed.counts)
-        refusal = f"{table}: has no rows{f' that can be read ({broken})' if broken else ''}"
-        raise BadInput("; ".join([refusal, *report.notes]))
 
 
 def _job_options(config: Config, group: str) -> str:

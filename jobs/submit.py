@@ -177,7 +177,7 @@ def _check_outputs(step: workflow.Step) -> None:
 
 def _path_words(step: workflow.Step) -> Iterator[str]:
     """The values of a job's options that may be paths; `test` in `--split test` is none."""
-    choices, option = choice_options(step.config_class), ""
+    choices, option = choice_options(step.job.Config), ""
     for word in step.options:
         value = word
         if word.startswith("--"):

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,15 +82,14 @@ class Step:
         return self.command[2 if self.command[0] == "polyrank" else 3 :]
 
     @property
-    def config_class(self) -> type:
-        """The job's Config class."""
-        config_class: type = importlib.import_module(f"jobs.{self.verb}").Config
-        return config_class
+    def job(self) -> Any:
+        """The job's module."""
+        return importlib.import_module(f"jobs.{self.verb}")
 
     def config(self) -> Any:
         """The job's settings. Raises BadInput for options that it does not take."""
         with redirect_stderr(io.StringIO()):  # the job itself names a file's options without effect
-            return parse(self.config_class, self.options, f"python -m jobs.{self.verb}")
+            return parse(self.job.Config, self.options, f"python -m jobs.{self.verb}")
 
 
 def run(config: Config) -> program.Summary:
@@ -219,8 +218,7 @@ def _run_step(step: Step) -> dict[str, Any]:
     """
     began = time.monotonic()
     if step.verb and executors.current():
-        job = importlib.import_module(f"jobs.{step.verb}")
-        summary = {"job": step.verb, **job.run(step.config())}
+        summary = {"job": step.verb, **step.job.run(step.config())}
         _pass_on(json.dumps(summary, ensure_ascii=False) + "\n")
         return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **summary}
     for start in range(1, _MAX_STARTS + 1):
@@ -242,7 +240,7 @@ def _run_step(step: Step) -> dict[str, Any]:
 def _estimate(step: Step, first: bool) -> dict[str, Any]:
     """The summary of the step's own --dry-run, if it has one and its input exists. Raises BadInput if the
     first step fails, since no earlier step makes its input."""
-    if not step.verb or "dry_run" not in {field.name for field in fields(step.config_class)}:
+    if not step.verb or "dry_run" not in {field.name for field in fields(step.job.Config)}:
         return {"step": step.name}
     prefix = step.command[: len(step.command) - len(step.options)]
     # Before the options: what follows "--" is another job's.
@@ -270,25 +268,25 @@ def _run_command(command: tuple[str, ...], hides_failure: bool = False) -> tuple
 
     `hides_failure`: passes the output on when the command has succeeded.
     """
-    words = _program(command)
-    errors = subprocess.DEVNULL if hides_failure else None
-    # Other programs may print what is not UTF-8.
-    decoding = {"encoding": "utf-8", "errors": "replace"}
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, **decoding}
-    with (
-        _forward_sigterm() as children,
-        subprocess.Popen(words, env=_environment(), **streams) as process,
-    ):
+    lines = deque[str](maxlen=None if hides_failure else 1)
+    with subprocess.Popen(
+        _program(command),
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if hides_failure else None,
+        encoding="utf-8",
+        errors="replace",  # other programs may print what is not UTF-8
+    ) as process:
         assert process.stdout
-        children.append(process)
-        lines = deque[str](maxlen=None if hides_failure else 1)
         try:
             for line in process.stdout:
                 lines.append(line)
                 if not hides_failure:
                     _pass_on(line)
-        except KeyboardInterrupt:  # the step has it, too: it may have a service to end
-            for line in process.stdout:
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit):  # of SIGTERM; a step has Ctrl-C by itself
+                process.terminate()
+            for line in process.stdout:  # it may have a service to end
                 _pass_on(line)
             process.wait()
             raise
@@ -310,23 +308,6 @@ def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     modules = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PATH": path, "PYTHONPATH": modules}
-
-
-@contextmanager
-def _forward_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
-    """SIGTERM ends the running step too; Ctrl-C reaches it by itself."""
-    children: list[subprocess.Popen[str]] = []
-
-    def end(number: int, frame: object) -> None:
-        for child in children:
-            child.terminate()
-        sys.exit(128 + number)
-
-    previous_handler = signal.signal(signal.SIGTERM, end)
-    try:
-        yield children
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _shortened(value: object) -> str:

@@ -16,7 +16,7 @@ from jobs.workflow import read_steps
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora import author_key
 from pipeline.engine import executors
-from tests.helpers import INTERRUPTED, job_command
+from tests.helpers import INTERRUPTED, TERMINATED, job_command
 
 ROOT = Path(__file__).parents[2]
 THREE = """
@@ -90,6 +90,7 @@ def test_a_value_may_begin_with_the_sign_of_a_comment(tmp_path):
 
 SLOW_TO_END = """
 import signal, time
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     print("ready", flush=True)
     signal.pause()
@@ -99,7 +100,11 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_waits_until_the_step_has_ended(tmp_path):
+@pytest.mark.parametrize(("end", "number", "code"), [
+    (os.killpg, signal.SIGINT, INTERRUPTED),  # as a terminal sends it
+    (os.kill, signal.SIGTERM, TERMINATED),
+])  # fmt: skip
+def test_a_workflow_that_is_ended_waits_until_the_step_has_ended(tmp_path, end, number, code):
     (tmp_path / "step.py").write_text(SLOW_TO_END)
     (tmp_path / "w.yaml").write_text(f"steps: {{only: '{sys.executable} {tmp_path}/step.py'}}")
     process = subprocess.Popen(
@@ -109,9 +114,9 @@ def test_ctrl_c_waits_until_the_step_has_ended(tmp_path):
     assert process.stdout
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    end(process.pid, number)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED
+    assert process.returncode == code
     assert rest.startswith("ended\n")
 
 
