@@ -6,10 +6,13 @@ recognised, so the same command resumes a demo that was killed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +23,6 @@ from jobs import cluster, demo_data, demo_questions, program
 from jobs.demo_stages import (
     SECONDS,
     Stage,
-    begin_stage,
     log_to,
     logged,
     row,
@@ -29,8 +31,21 @@ from jobs.demo_stages import (
     seconds,
     timed,
 )
+from jobs.workflow import Step, read_steps
 
+_STEPS = Path(__file__).parent / "workflows" / "demo.yaml"
 _CONFIGS = Path(__file__).parent / "configs"
+_RECIPES = {
+    "bi": ("bi", "convai2"),
+    "articles": ("poly", "wikipedia"),
+    "poly": ("poly", "convai2"),
+    "cross": ("cross", "convai2"),
+}
+"""The architecture and the task of each ranker."""
+_ALL_EXAMPLES = "The same on all examples"
+"""The step that is left out without a given encoder."""
+_OF_A_NEW_ENCODER = ("train_tokenizer", "tokenize_corpus", "pretrain", "score_candidates")
+"""Jobs that are left out with one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +86,8 @@ def run(config: Config) -> program.Summary:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "4")
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
     with log_to(work / "demo.log"), cluster.session(dashboard=config.keep_running) as dashboard:
-        _make_corpora(work, user_data or demo_data.sample(work / "sample"))
-        encoder = config.encoder or _pretrain(work)
-        recipes = "finetune" if config.encoder else "demo"
-        _train_rankers(work, encoder, recipes)
-        tables = _evaluate(work, all_examples=bool(config.encoder))
-        _embed_pools(work)
+        data = user_data or demo_data.sample(work / "sample")
+        tables = _run(_steps(config, data), at_once=1 if config.encoder or _has_gpu() else 2)
         _serve(work, config.port)
         answers = demo_questions.ask(config.work, config.port)
         minutes = round((time.monotonic() - began) / 60, 2)
@@ -97,95 +108,51 @@ def run(config: Config) -> program.Summary:
 # Stages
 
 
-def _make_corpora(work: Path, data: demo_data.Data) -> None:
-    corpora = work / "corpora"
-    run_stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
-          "--input", *data.reddit, "--output", f"{corpora}/reddit")  # fmt: skip
-    run_stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
-          "--input", *data.convai2, "--output", f"{corpora}/convai2")  # fmt: skip
-    run_stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
-          "--wikipedia.task", "search", "--wikipedia.queries", "5", "--wikipedia.others", "0",
-          "--input", *data.wikipedia, "--output", f"{corpora}/articles")  # fmt: skip
-
-
-def _pretrain(work: Path) -> str:
-    corpora = work / "corpora"
-    run_stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
-          f"{corpora}/articles", "--tokenizer.vocabulary", "2000",
-          "--output", f"{work}/tokenizer")  # fmt: skip
-    run_stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
-          "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/tokens")  # fmt: skip
-    run_stage("An encoder, from Reddit", "pretrain",
-          "--config", _recipe("pretrain/tiny-cpu"), "--corpus", f"{work}/tokens",
-          "--output", f"{work}/encoder")  # fmt: skip
-    return f"{work}/encoder"
-
-
-def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
-    """All rankers start from a pre-trained encoder; with a new encoder, poly starts from bi, and cross from
-    poly, which finds hard candidates for it and teaches it."""
-    rankers, is_new = work / "rankers", recipes == "demo"
-    # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100
-    # steps where an epoch of pairs or of whole articles would take most of an hour.
-    real_on_cpu = recipes == "finetune" and not _has_gpu()
-    cpu_options = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
-    options = cpu_options if real_on_cpu else ()
-    short_options = (*options, "--finetune.max-steps", "100") if real_on_cpu else ()
-    corpus, start_of_poly, start_of_cross = "convai2", encoder, encoder
+def _steps(config: Config, data: demo_data.Data) -> list[Step]:
+    """The steps of the demo's workflow, with options for this machine: with or without a GPU."""
+    is_new, has_gpu = not config.encoder, _has_gpu()
+    values = {name: shlex.join(files) for name, files in vars(data).items()}
+    values |= {"work": shlex.quote(config.work), "pretrain": _recipes("pretrain/tiny-cpu")}
+    for name, (architecture, task) in _RECIPES.items():
+        tuned = (f"finetune/{architecture}-small", f"finetune/tasks/{task}-small")
+        values[name] = _recipes(f"demo-{name}") if is_new else _recipes(*tuned)
+    if not is_new:
+        starts = ("encoder", "start_of_poly", "start_of_cross")
+        values |= dict.fromkeys(starts, shlex.quote(config.encoder))
+        values["corpus_of_cross"] = shlex.quote(f"{config.work}/corpora/convai2")
+    if has_gpu:
+        values |= dict.fromkeys(("resources", "resources_of_cross"), "--resources.gpu true")
+    elif is_new:
+        # Of so small a model two threads do only 14 % more steps than one, and start no sooner. A step of
+        # cross is long enough for two processes.
+        values["resources"] = "--resources.cpus-per-worker 1"
+        values["resources_of_cross"] = "--resources.workers 2"
+    else:
+        # No dropout, which costs CPUs a third of the time, no validation on the way, and 100 steps where an
+        # epoch of pairs or of whole articles would take most of an hour.
+        values["options"] = "--finetune.dropout 0 --loop.validate-every-epochs 0"
+        values["short_options"] = f"{values['options']} --finetune.max-steps 100"
+    if not has_gpu:  # a second process would take longer to import torch than it saves
+        values["actors"] = "--resources.actors 1"
+    settings = (f"{name}={words}" for name, words in values.items())
+    steps = read_steps(str(_STEPS), tuple(setting.replace("$", "$$") for setting in settings))
     if is_new:
-        corpus, start_of_poly, start_of_cross = "convai2-scored", f"{rankers}/bi", f"{rankers}/poly"
-    models = {
-        "bi": ("bi", "convai2", "convai2", encoder, options),
-        "cross": ("cross", "convai2", corpus, start_of_cross, short_options),
-        "poly": ("poly", "convai2", "convai2", start_of_poly, options),
-        "articles": ("poly", "wikipedia", "articles", encoder, short_options),
-    }
-
-    def begin(name: str, *resources: str) -> Stage:
-        architecture, task, corpus, origin, task_options = models[name]
-        files = [f"demo-{name}"]
-        if not is_new:
-            files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
-        return begin_stage(
-            f"Ranker: {name}", "finetune", "--config", *map(_recipe, files),
-            "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *task_options, *resources,
-            "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
-        )  # fmt: skip
-
-    # Side by side: of so small a model two threads do only 14 % more steps than one, and start no sooner.
-    at_once = 1 if recipes == "finetune" or _has_gpu() else 2
-    resources = ("--resources.cpus-per-worker", "1") if at_once == 2 else ()
-    if _has_gpu():
-        resources = ("--resources.gpu", "true")
-    trainings = {name: begin(name, *resources) for name in ("bi", "articles", "poly")}
-    run_side_by_side(trainings, at_once, predecessors={"poly": "bi"})
-    if is_new:
-        # The hardest 7 of 32 that are drawn. One with over 0.8 of the right one's score is often right, too.
-        run_stage("Hard replies for cross, scored by poly", "score_candidates",
-              "--corpus", f"{work}/corpora/convai2", "--teacher", f"{rankers}/poly",
-              "--teaching.random-candidates", "7", "--teaching.hardest-of", "32",
-              "--teaching.max-share", "0.8", "--output", f"{work}/corpora/{corpus}")  # fmt: skip
-    # A step of cross is long enough for two processes.
-    resources = ("--resources.workers", "2") if at_once == 2 else resources
-    run_side_by_side({"cross": begin("cross", *resources)}, at_once=1)
+        return [step for step in steps if step.name != _ALL_EXAMPLES]
+    return [step for step in steps if step.verb not in _OF_A_NEW_ENCODER]
 
 
-def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
-    rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
-    rankers_compared = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
-    # A cross-encoder takes 40 ms for each question.
-    limits = ("--max-examples", "500", "--latency-queries", "20")
-    table = run_stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
-                  "--corpus", corpus, *limits, "--json", f"{work}/replies.json")  # fmt: skip
-    tables = {"replies": _table_numbers(table)}
-    if all_examples:
-        table = run_stage("The same on all examples", "evaluate", "--model", *rankers_compared[:2],
-                      "--corpus", corpus, "--json", f"{work}/replies-all.json")  # fmt: skip
-        tables["replies, all"] = _table_numbers(table)
-    table = run_stage("The right article among 20, held-out articles", "evaluate",
-                  "--model", f"{rankers}/articles", "--corpus", f"{work}/corpora/articles",
-                  "--source", "sampled", "--json", f"{work}/articles.json")  # fmt: skip
-    return {**tables, "articles": _table_numbers(table)}
+def _run(steps: Iterable[Step], at_once: int) -> dict[str, Any]:
+    """Runs the steps, trainings that follow each other side by side; returns the tables of evaluations."""
+    tables: dict[str, Any] = {}
+    for are_trainings, group in itertools.groupby(steps, lambda step: step.verb == "finetune"):
+        if are_trainings:
+            run_side_by_side([Stage.begin(step) for step in group], at_once)
+            continue
+        for step in group:
+            summary = run_stage(step)
+            if step.verb == "evaluate":
+                tables[Path(step.config().json).stem] = _table_numbers(summary)
+    return tables
 
 
 def _table_numbers(summary: program.Summary) -> dict[str, Any]:
@@ -199,20 +166,6 @@ def _table_numbers(summary: program.Summary) -> dict[str, Any]:
         quality = f"{r_at_1} {metrics[r_at_1]:.3f} ({low:.3f} to {high:.3f})"
         print(f"   {name:<13} {quality}{milliseconds}")
     return numbers
-
-
-def _embed_pools(work: Path) -> None:
-    # One process each: a second would take longer to import torch than it saves.
-    one_actor = () if _has_gpu() else ("--resources.actors", "1")
-    run_stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
-          "--candidates", f"{work}/corpora/convai2/train", "--embed.text-column", "response",
-          "--embed.id-column", "example_id", "--pools", f"{work}/pools",
-          "--name", "replies", *one_actor)  # fmt: skip
-    # Five examples of an article are one candidate: the other four have the same id.
-    run_stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
-          "--candidates", f"{work}/corpora/articles", "--embed.text-column", "response",
-          "--embed.id-column", "group_id", "--embed.repeated-ids", "first", "--pools", f"{work}/pools",
-          "--name", "articles", *one_actor)  # fmt: skip
 
 
 def _serve(work: Path, port: int) -> None:
@@ -259,8 +212,8 @@ Ctrl-C ends the service.""", flush=True)  # fmt: skip
 # Helpers
 
 
-def _recipe(name: str) -> str:
-    return os.path.relpath(_CONFIGS / f"{name}.yaml")
+def _recipes(*names: str) -> str:
+    return shlex.join(os.path.relpath(_CONFIGS / f"{name}.yaml") for name in names)
 
 
 def _has_gpu() -> bool:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from jobs import program
-from pipeline.config import parse
+from jobs.workflow import Step
 
 SECONDS: dict[str, float] = {}
 """Seconds of each stage of this run, by its title."""
@@ -47,9 +45,9 @@ def logged() -> Iterator[None]:
         yield
 
 
-def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
+def run_stage(step: Step) -> program.Summary:
     """Runs a job in this process, as its command would, and prints its result."""
-    stage = begin_stage(title, verb, *argv)
+    stage = Stage.begin(step)
     print(stage.name, end="", flush=True)
     print(stage.work(), flush=True)
     return stage.summary
@@ -57,38 +55,35 @@ def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
 
 @dataclass
 class Stage:
-    """A job whose settings are read: only the rest may run in another thread, as reading a config changes
+    """A step whose settings are read: only the rest may run in another thread, as reading a config changes
     the working directory for a moment."""
 
-    title: str
-    job: Any
-    """Its module."""
+    step: Step
     config: Any
-    verb: str = ""
     summary: program.Summary = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, step: Step) -> Stage:
+        """Logs the command and reads its settings. Raises BadInput."""
+        with logged():
+            print(f"\n== {step.name}\n   $ {shlex.join(step.command)}", flush=True)
+        return cls(step, step.config())
 
     @property
     def name(self) -> str:
-        return row(self.verb, self.title)
+        return row(self.step.verb, self.step.name)
 
     def work(self, *watch: Callable[[int, int], None]) -> str:
         """Runs the job; returns its seconds and counts as text."""
-        with timed(self.title), logged():
-            self.summary = self.job.run(self.config, *watch)
+        title = self.step.name
+        with timed(title), logged():
+            self.summary = self.step.job.run(self.config, *watch)
         counts = self.summary.get("counts", {})
         parts = [f"{number:,} {name}" for name, number in counts.items() if "." not in name]
         if dropped := sum(self.summary.get("dropped", {}).values()):
             parts.append(f"{dropped:,} left out")
-        done = "already done" if self.summary.get("already_done") else seconds(self.title)
+        done = "already done" if self.summary.get("already_done") else seconds(title)
         return f"{done}   {', '.join(parts)}".rstrip()
-
-
-def begin_stage(title: str, verb: str, *argv: str) -> Stage:
-    """Logs the command and reads its settings. Raises BadInput."""
-    with logged():
-        print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
-    job = importlib.import_module(f"jobs.{verb}")
-    return Stage(title, job, parse(job.Config, argv, f"python -m jobs.{verb}"), verb)
 
 
 def row(verb: str, title: str) -> str:
@@ -107,25 +102,23 @@ def timed(title: str) -> Iterator[None]:
     SECONDS[title] = round(time.monotonic() - began, 1)
 
 
-def run_side_by_side(
-    trainings: Mapping[str, Stage],
-    at_once: int,
-    predecessors: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Runs `at_once` of the trainings at a time, in their order. `predecessors`: the training that another
-    one waits for.
+def run_side_by_side(trainings: Sequence[Stage], at_once: int) -> None:
+    """Runs `at_once` of the trainings at a time, in their order. One that starts from another's output waits
+    for it.
 
     They share one bar, because bars of several threads would overwrite each other.
     """
     lock = threading.Lock()
     progress: dict[str, str] = {}
     steps_done = Counter[str]()
-    futures: dict[str, Future[None]] = {}
+    futures: dict[str, Future[None]] = {}  # by output
     terminal = sys.stdout
     # Without a terminal (None) there is no bar, only the lines of the results.
     with tqdm(desc="trainings", unit="step", total=0, leave=False, disable=None) as bar, logged():
 
-        def run(name: str) -> None:
+        def run(stage: Stage, origin: Future[None] | None) -> None:
+            name = stage.step.name.removeprefix("Ranker: ")
+
             def watch(step: int, steps: int) -> None:
                 with lock:
                     if name not in progress:
@@ -135,14 +128,15 @@ def run_side_by_side(
                     bar.update(step - steps_done[name])
                     steps_done[name] = step
 
-            if name in predecessors:
-                futures[predecessors[name]].result()
-            result = trainings[name].work(watch)
+            if origin:
+                origin.result()
+            result = stage.work(watch)
             with lock:
-                bar.write(trainings[name].name + result, file=terminal)
+                bar.write(stage.name + result, file=terminal)
 
         with ThreadPoolExecutor(at_once) as threads:
-            for name in trainings:
-                futures[name] = threads.submit(run, name)
+            for stage in trainings:
+                origin = futures.get(stage.config.encoder)
+                futures[stage.config.output] = threads.submit(run, stage, origin)
             for future in futures.values():
                 future.result()

@@ -24,8 +24,8 @@ from typing import Any
 
 from jobs import cluster
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
-from jobs.demo_stages import SECONDS, run_stage
+from jobs.benchmarks.measure import BenchmarkRow, run_here, run_job, take_turns
+from jobs.demo_stages import SECONDS
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.engine.draft import Draft
@@ -59,8 +59,8 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     )
 
     def prepare(output: str) -> None:
-        run_stage("Examples on nodes", "prepare_corpus", "--format", "reddit", "--input", str(dumps),
-                  "--output", f"{output}/corpus")  # fmt: skip
+        corpus = f"{output}/corpus"
+        run_here("prepare_corpus", "--format", "reddit", "--input", dumps, "--output", corpus)
 
     waiting = _BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE
     hook = wait_in_parser(_BLOCK_S[size])
@@ -72,9 +72,9 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     candidates.write_text("\n".join(["text", *texts]))
 
     def embed(output: str) -> None:
-        run_stage("A pool on nodes", "embed_pool", "--model", config.model, "--candidates", str(candidates),
-                  "--embed.id-column", "", "--embed.rows-per-shard", str(_ROWS_A_SHARD),
-                  "--resources.cpus-per-actor", "1", "--pools", output, "--name", "candidates")  # fmt: skip
+        run_here("embed_pool", "--model", config.model, "--candidates", candidates, "--embed.id-column", "",
+                 "--embed.rows-per-shard", _ROWS_A_SHARD, "--resources.cpus-per-actor", 1,
+                 "--pools", output, "--name", "candidates")  # fmt: skip
 
     hook = wait_in_model(_SHARD_S[size])
     yield _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)
@@ -168,8 +168,7 @@ def measure_store(config: Config, work: Path) -> BenchmarkRow:
         return sum(SECONDS.values())
 
     with _store(), cluster.session():
-        run_stage("A dump", "generate_dump", "--comments", str(comments), "--files", "4",
-                  "--output", f"{work}/dump")  # fmt: skip
+        run_here("generate_dump", "--comments", comments, "--files", 4, "--output", work / "dump")
         storage.upload(work / "dump", f"{_BUCKET}/dump")
         ways = {"local": lambda: seconds(str(work)), "store": lambda: seconds(_BUCKET)}
         local, store = map(median, take_turns(ways, _ROUNDS[config.size]).values())
@@ -195,8 +194,8 @@ def _path(dump: str, out: str) -> str:
         embed_pool --model {out}/ranker --candidates {out}/corpus/train --embed.text-column response \
             --embed.id-column example_id --pools {out}/pools --name replies"""
     lines = map(shlex.split, commands.splitlines()[1:])
-    stages = [run_stage(verb, verb, *options) for verb, *options in lines]
-    return " ".join(stage["fingerprint"] for stage in stages[:2])
+    summaries = [run_here(*words) for words in lines]
+    return " ".join(summary["fingerprint"] for summary in summaries[:2])
 
 
 @contextmanager

@@ -29,8 +29,7 @@ import torch
 from jobs import cluster
 from jobs import pretrain as pretrain_job
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
-from jobs.demo_stages import run_stage
+from jobs.benchmarks.measure import BenchmarkRow, run_here, run_job, take_turns
 from jobs.sample_data import sample
 from pipeline import storage, tracking
 from pipeline.artifact import open_artifact
@@ -161,14 +160,16 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
             if not (raw / "DONE").exists():
                 sample.generate(raw, size=_SAMPLE[size])
                 (raw / "DONE").touch()
-            run_stage("Sample dumps to examples", "prepare_corpus", "--format", "reddit",
-                      "--input", f"{raw}/reddit_dump", "--output", corpus)  # fmt: skip
+            dumps = ("--format", "reddit", "--input", raw / "reddit_dump")
+            run_here("prepare_corpus", *dumps, "--output", corpus)
         folder = work / f"tokens-{digest([corpus, size])}"
-        run_stage("A tokenizer", "train_tokenizer", "--corpus", corpus, "--output", f"{folder}/tokenizer",
-                  "--tokenizer.vocabulary", str(_VOCABULARY[size]))  # fmt: skip
-        run_stage("Examples to tokens", "tokenize_corpus", "--corpus", corpus,
-                  "--tokenizer", f"{folder}/tokenizer", "--output", f"{folder}/tokens")  # fmt: skip
-    return f"{folder}/tokens"
+        tokenizer, tokens = folder / "tokenizer", folder / "tokens"
+        run_here("train_tokenizer", "--corpus", corpus, "--output", tokenizer,
+                 "--tokenizer.vocabulary", _VOCABULARY[size])  # fmt: skip
+        run_here(
+            "tokenize_corpus", "--corpus", corpus, "--tokenizer", tokenizer, "--output", tokens
+        )
+    return str(tokens)
 
 
 def _bare_loop(

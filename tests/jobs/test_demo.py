@@ -7,11 +7,13 @@ import re
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from jobs import demo, demo_data, demo_questions, demo_stages, generate_dump
+from jobs.workflow import Step
 from pipeline.config import BadInput
 from tests.helpers import free_port
 
@@ -116,18 +118,23 @@ def test_the_true_article_is_marked_though_the_pool_keeps_it_without_another_sen
     assert "(5.) more" in lines[9]
 
 
+def stage(name: str, job: object, encoder: str = "", steps: int = 1) -> demo_stages.Stage:
+    """A training whose output has its name."""
+    config = SimpleNamespace(encoder=encoder, output=name, steps=steps)
+    return demo_stages.Stage(SimpleNamespace(name=name, verb="finetune", job=job), config)
+
+
 def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
     class Job:
         @staticmethod
-        def run(steps: int, watch) -> dict[str, object]:
-            for step in range(1, steps + 1):
-                watch(step, steps)
-            return {"already_done": False, "counts": {"steps": steps}}
+        def run(config, watch) -> dict[str, object]:
+            for step in range(1, config.steps + 1):
+                watch(step, config.steps)
+            return {"already_done": False, "counts": {"steps": config.steps}}
 
-    trainings = {f"r{n}": demo_stages.Stage(f"r{n}", Job, n, "finetune") for n in (3, 5, 4)}
-    demo_stages.run_side_by_side(trainings, at_once=2)
+    demo_stages.run_side_by_side([stage(f"r{n}", Job, steps=n) for n in (3, 5, 4)], at_once=2)
     shown = capsys.readouterr()
     assert "12/12" in shown.err
     assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
@@ -144,9 +151,9 @@ def test_a_stage_is_a_line_on_the_terminal_and_its_output_in_the_log(tmp_path, c
         return {"counts": {"comments": 3, "files.new": 2}, "dropped": {"empty": 1, "long": 1}}
 
     monkeypatch.setattr(generate_dump, "run", run)
-    options = ("generate_dump", "--output", "out", "--comments")
+    command = ("python", "-m", "jobs.generate_dump", "--output", "out", "--comments")
     with demo_stages.log_to(tmp_path / "demo.log"):
-        demo_stages.run_stage("A dump", *options, "5")
+        demo_stages.run_stage(Step("A dump", (*command, "5")))
     shown = capsys.readouterr()
     assert re.fullmatch(r"generate_dump +A dump +0\.\d s   3 comments, 2 left out\n", shown.out)
     assert shown.err == ""
@@ -155,7 +162,7 @@ def test_a_stage_is_a_line_on_the_terminal_and_its_output_in_the_log(tmp_path, c
     assert "a line of the job" in log and "its bar" in log
 
     with pytest.raises(BadInput, match="too many"), demo_stages.log_to(tmp_path / "demo.log"):
-        demo_stages.run_stage("A dump", *options, "6")
+        demo_stages.run_stage(Step("A dump", (*command, "6")))
     assert f"what the stages have printed: {tmp_path}/demo.log" in capsys.readouterr().err
 
 
@@ -163,18 +170,16 @@ def test_a_training_waits_for_the_one_it_starts_from():
     ended: list[str] = []
 
     class Job:
-        def __init__(self, name: str, *wait_for: str) -> None:
-            self.name, self.wait_for = name, wait_for
-
-        def run(self, config: object, watch) -> dict[str, object]:
-            assert set(self.wait_for) <= set(ended)
-            ended.append(self.name)
+        @staticmethod
+        def run(config, watch) -> dict[str, object]:
+            assert config.encoder != "bi" or "bi" in ended
+            ended.append(config.output)
             return {}
 
-    jobs = {"articles": Job("articles"), "bi": Job("bi"), "poly": Job("poly", "bi")}
-    stages = {name: demo_stages.Stage(name, job, None) for name, job in jobs.items()}
-    demo_stages.run_side_by_side(stages, at_once=3, predecessors={"poly": "bi"})
-    assert set(ended) == set(jobs)
+    encoders = {"articles": "encoder", "bi": "encoder", "poly": "bi"}
+    stages = [stage(name, Job, encoder) for name, encoder in encoders.items()]
+    demo_stages.run_side_by_side(stages, at_once=3)
+    assert set(ended) == set(encoders)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -185,8 +190,8 @@ def test_a_training_that_fails_fails_the_demo_and_those_that_wait_for_it(at_once
             raise BadInput("no")
 
     with pytest.raises(BadInput, match=r"^no$"):
-        stages = {name: demo_stages.Stage("A ranker", Job, None) for name in ("bi", "poly")}
-        demo_stages.run_side_by_side(stages, at_once, predecessors={"poly": "bi"})
+        stages = [stage("bi", Job), stage("poly", Job, "bi")]
+        demo_stages.run_side_by_side(stages, at_once)
 
 
 @pytest.fixture
