@@ -165,6 +165,26 @@ def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(co
     assert any("examples of train/ are asked" in line for line in lines)
 
 
+def decide(table: Path, *options: str) -> tuple[bool, str]:
+    """(whether the job would train, why)"""
+    config = parse(faq.Config, [str(table), *options], "polyrank faq")
+    return faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+
+
+@pytest.fixture
+def refusal(run_job_here, tmp_path, monkeypatch) -> Callable[..., str]:
+    """`refusal("question,answer\\n…", "--dry-run")`: why a table with this text is refused; None: none is
+    there."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str | None, *options: object, name: str = "faq.csv") -> str:
+        if text is not None:
+            (tmp_path / name).write_text(text, errors="surrogateescape")
+        return run_job_here("faq", name, *options).refusal
+
+    return run
+
+
 @pytest.mark.parametrize(("rows", "answers", "options", "line"), [
     (120, 60, (), "120 rows have 60 answers, 2.0 questions for each: trains (training pays from 2 on"),
     (120, 61, (), "120 rows have 61 answers, 1.9 questions for each: serves the encoder as it is ("),
@@ -175,8 +195,7 @@ def test_an_encoder_is_served_as_it_is_where_each_question_has_its_own_answer(co
 def test_the_table_decides_whether_to_train(tmp_path, rows, answers, options, line):
     lines = "".join(f'{{"query": "q{at}", "reply": "r{at % answers}"}}\n' for at in range(rows))
     (tmp_path / "faq.jsonl").write_text(lines)
-    config = parse(faq.Config, [str(tmp_path / "faq.jsonl"), *options], "polyrank faq")
-    trains, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+    trains, reason = decide(tmp_path / "faq.jsonl", *options)
     assert reason.startswith(line)
     assert trains == ("trains" in line or "--train true" in line)
 
@@ -192,40 +211,26 @@ _OBJECTS = [("how ?", "so"), ("how ?", "so"), ("how ?", "thus"), ("when ?", " ")
 def test_rows_without_a_side_and_questions_with_several_answers_are_said(
     tmp_path, capsys, name, text
 ):
-    table = tmp_path / name
-    table.write_text(text)
-    config = parse(faq.Config, [str(table)], "polyrank faq")
-    _, reason = faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+    (tmp_path / name).write_text(text)
+    _, reason = decide(tmp_path / name)
     assert reason.startswith("3 rows have 2 answers, 1.5 questions for each")
     said = capsys.readouterr().out
     assert "rows without a question or an answer, left out: 2" in said
     assert "questions with several answers, such as 'how ?': 1; all are kept" in said
 
 
-def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, run_job_here, capfd):
+def test_rows_that_cannot_be_read_and_html_are_said_before_the_work(tmp_path, refusal, capfd):
     table = tmp_path / "faq.csv"
     rows = [f"how {n} ?,<p>so {n}</p>\n" for n in range(300)]
     table.write_text("".join(["question,answer\n", *rows, "when ?,now, or later\n"]))
-    config = parse(faq.Config, [str(table)], "polyrank faq")
-    faq._decide(config, [config.table], faq._table_format(config, [config.table]))
+    decide(table)
     said = capfd.readouterr().out
-    assert (
-        "rows that cannot be read: 1 of 301, left out: 1 more or fewer fields than columns (lines 302; "
-        in said
-    )
+    found = "left out: 1 more or fewer fields than columns (lines 302; "
+    assert f"rows that cannot be read: 1 of 301, {found}" in said
     assert "answers with HTML, such as <p>: 300; it is embedded and shown as it is" in said
-    table.write_text("".join(["question,answer\n", *rows[:90], "when ?,now, or later\n" * 5]))
-    refused = run_job_here("faq", table, "--dry-run").refusal
-    assert (
-        "faq.csv: rows that cannot be read: 5 of 95: 5 more or fewer fields than columns (lines 92, 93,"
-        in refused
-    )
-
-
-def test_a_table_with_one_answer_is_refused(run_job_here, tmp_path):
-    (tmp_path / "faq.csv").write_text("question,answer\nhow ?,so\nwhen ?,so\n")
-    refused = run_job_here("faq", tmp_path / "faq.csv", "--dry-run").refusal
-    assert "faq.csv: different answers: 1; allowed: 2 or more" in refused
+    text = "".join(["question,answer\n", *rows[:90], "when ?,now, or later\n" * 5])
+    found = "5 more or fewer fields than columns (lines 92, 93,"
+    assert f"faq.csv: rows that cannot be read: 5 of 95: {found}" in refusal(text, "--dry-run")
 
 
 @pytest.mark.parametrize(("shares", "best", "counts"), [
@@ -266,98 +271,70 @@ def test_scores_that_are_too_low_are_said_of_a_pool_that_knows_no_asked_question
     assert faq._least_score_hint({"split": "train", "least_scores": {"bi": least}}) == ""
 
 
-def test_errors_name_the_options_of_this_job(run_job_here, tmp_path):
-    table = tmp_path / "faq.csv"
-    table.write_text("id;question;answer\n1;how ?;so\n")
-    refused = run_job_here("faq", table, "--dry-run").refusal
+def test_errors_name_the_options_of_this_job(refusal):
+    refused = refusal("id;question;answer\n1;how ?;so\n", "--dry-run")
     assert "has one column, 'id;question;answer'; allowed: two or more (the fields seem" in refused
     assert "which --delimiter ';' reads" in refused
     rows = "".join(f"how {n} ?,so {n}\n" for n in range(3000))
-    table.write_bytes(b"question,answer\n" + rows.encode() + "wie ?,für\n".encode("cp1252"))
-    refused = run_job_here("faq", table, "--dry-run").refusal
+    refused = refusal(f"question,answer\n{rows}wie ?,f\udcfcr\n", "--dry-run")
     assert "--encoding cp1252" in refused and "pairs." not in refused
 
 
-def test_a_table_too_small_to_train_on_is_refused_in_words_of_this_job(
-    run_job_here, encoder, tmp_path
-):
-    table = tmp_path / "pairs.csv"  # "pairs." is no option here
-    options = (
-        "--encoder",
-        encoder,
-        "--train",
-        "true",
-        "--work",
-        tmp_path / "my",
-        "--port",
-        free_port(),
-    )
-    table.write_text("question,answer\n")
-    assert "pairs.csv: has no rows" in run_job_here("faq", table, *options).refusal
-    table.write_text("question,answer\n" + "".join(f"how {n} ?,so {n}\n" for n in range(24)))
-    refused = run_job_here("faq", table, *options).refusal
-    assert refused.endswith("64 on each of 1 workers; allowed: more rows, or --train false")
+def test_a_table_too_small_to_train_on_is_refused_in_words_of_this_job(refusal, encoder, tmp_path):
+    work = ("--encoder", encoder, "--work", tmp_path / "my", "--port", free_port())
+    rows = "".join(f"how {n} ?,so {n}\n" for n in range(24))
+    for text, said in (
+        ("", "pairs.csv: has no rows"),  # "pairs." is no option here
+        (rows, "64 on each of 1 workers; allowed: more rows, or --train false"),
+    ):
+        refused = refusal(f"question,answer\n{text}", "--train", "true", *work, name="pairs.csv")
+        assert refused.endswith(said)
 
 
 def test_answers_may_be_numbers(tmp_path, capsys):
     table = tmp_path / "faq.jsonl"
     rows = [{"question": f"how much is {n} ?", "answer": n % 5} for n in range(20)]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, files = faq.Config(table=str(table)), [str(table)]
-    _, reason = faq._decide(config, files, faq._table_format(config, files))
+    _, reason = decide(table)
     assert reason.startswith("20 rows have 5 answers")
     assert capsys.readouterr().out == ""
 
 
-def test_a_table_without_usual_names_is_refused_with_its_columns(run_job_here, tmp_path):
-    table = tmp_path / "faq.csv"
-    table.write_text("frage,antwort\nwie ?,so\n")
-    for options, said in (
-        ((), "no column has a usual name for questions or answers; choose by --question and --answer: frage"),
-        (("--question", "frage"), "no column has a usual name for answers; choose by --answer: frage"),
-        (("--question", "q", "--answer", "antwort"),
-         f"faq: question: 'q' is not allowed; allowed: the columns of {table}: frage, antwort"),
-    ):  # fmt: skip
-        assert said in run_job_here("faq", table, *options).refusal
-    table.write_text("question,query,answer\nhow ?,how ?,so\n")
-    several = "more than one column has a usual name for questions; choose by --question: question"
-    assert several in run_job_here("faq", table).refusal
-    table.write_text("frage;antwort\nwie ?;so\n")
-    assert "separated by ';', which --delimiter ';' r" in run_job_here("faq", table).refusal
+GERMAN = "frage,antwort\nwie ?,so\n"
 
 
-def test_nested_rows_and_a_missing_header_are_named(run_job_here, tmp_path):
-    rows = tmp_path / "faq.jsonl"
-    rows.write_text('{"id": 1, "qa": {"q": "how ?", "a": "so", "votes": 3}}\n' * 3)
-    refused = run_job_here("faq", rows).refusal
-    assert (
-        "choose by --question and --answer: id, qa ('qa' holds objects with the texts q, a, "
-        in refused
-    )
-    assert refused.endswith("jq -c '. + .qa' adds them to it)")
-    rows.write_text('{"qa": {"q": "how ?", "a": "so"}}\n' * 3)
-    refused = run_job_here("faq", rows).refusal
-    assert "has one column, 'qa'; allowed: two or more ('qa' holds objects with" in refused
-    table = tmp_path / "faq.csv"
-    table.write_text("where is my card ?,It is in the post.\nwhen ?,Soon.\n")
-    refused = run_job_here("faq", table).refusal
-    assert "('where is my card ?' looks like a text: the first line has to name the col" in refused
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    (None, "--table faq.csv: no such file"),
-    ("PK\x03\x04\x14\x00\x06\x00\b\x00\x00\x00!\x00\udcff", "faq.csv: an Excel workbook, or another ZIP"),
-    ("", "faq.csv: has no rows"),
-    ("question,answer\n", "faq.csv: has no rows"),
-    ('question,answer\n"how,so\n', "faq.csv: has no rows that can be read (1 "),
-    ("question;answer\nhow, so ?;so, so\n", "separated by ';', which --delimiter ';' reads"),
+@pytest.mark.parametrize(("text", "options", "said"), [
+    ("question,answer\nhow ?,so\nwhen ?,so\n", (), "faq.csv: different answers: 1; allowed: 2 or more"),
+    (GERMAN, (), "no column has a usual name for questions or answers; choose by --question and --answer: "
+     "frage"),
+    (GERMAN, ("--question", "frage"),
+     "no column has a usual name for answers; choose by --answer: frage"),
+    (GERMAN, ("--question", "q", "--answer", "antwort"),
+     "faq: question: 'q' is not allowed; allowed: the columns of faq.csv: frage, antwort"),
+    ("question,query,answer\nhow ?,how ?,so\n", (),
+     "more than one column has a usual name for questions; choose by --question: question"),
+    ("frage;antwort\nwie ?;so\n", (), "separated by ';', which --delimiter ';' r"),
+    ("where is my card ?,It is in the post.\nwhen ?,Soon.\n", (),
+     "('where is my card ?' looks like a text: the first line has to name the col"),
+    (None, (), "--table faq.csv: no such file"),
+    ("PK\x03\x04\x14\x00\x06\x00\b\x00\x00\x00!\x00\udcff", (), "faq.csv: an Excel workbook, or another ZIP"),
+    ("", (), "faq.csv: has no rows"),
+    ("question,answer\n", (), "faq.csv: has no rows"),
+    ('question,answer\n"how,so\n', (), "faq.csv: has no rows that can be read (1 "),
+    ("question;answer\nhow, so ?;so, so\n", (), "separated by ';', which --delimiter ';' reads"),
 ])  # fmt: skip
-def test_a_table_without_rows_is_refused(run_job_here, tmp_path, monkeypatch, text, message):
-    """One with a header alone was refused for its columns."""
-    monkeypatch.chdir(tmp_path)
-    if text is not None:
-        (tmp_path / "faq.csv").write_text(text, errors="surrogateescape")
-    assert message in run_job_here("faq", "faq.csv").refusal
+def test_a_table_without_rows_or_with_other_columns_is_refused(refusal, text, options, said):
+    assert said in refusal(text, *options)
+
+
+def test_nested_rows_are_named(refusal):
+    rows = '{"id": 1, "qa": {"q": "how ?", "a": "so", "votes": 3}}\n' * 3
+    refused = refusal(rows, name="faq.jsonl")
+    told = "choose by --question and --answer: id, qa ('qa' holds objects with the texts q, a, "
+    assert told in refused
+    assert refused.endswith("jq -c '. + .qa' adds them to it)")
+    refused = refusal('{"qa": {"q": "how ?", "a": "so"}}\n' * 3, name="faq.jsonl")
+    assert "has one column, 'qa'; allowed: two or more ('qa' holds objects with" in refused
 
 
 def test_a_port_that_is_taken_is_refused_before_the_work(run_job_here, tmp_path):
