@@ -79,9 +79,12 @@ def run(config: Config) -> program.Summary:
         )
     machine = _Machine(Path(config.work), config.ports_from)
     with machine.running():
-        data = demo_data.sample(machine.work / "sample")
+        sample = machine.work / "sample"
+        demo_data.sample(sample)
         with _step("Sample dumps to s3://lake"):
-            _upload(data)
+            storage.upload(sample / "reddit_dump", "s3://lake/dumps")
+            for name in ("convai2", "wikipedia"):
+                storage.upload(sample / name, f"s3://lake/raw/{name}")
         answers = _walk(machine)
         minutes = round((time.monotonic() - began) / 60, 1)
         print(f"\n== Done in {minutes} minutes. Logs: {machine.work}", flush=True)
@@ -143,15 +146,6 @@ def _walk(machine: _Machine) -> list[dict[str, Any]]:
         machine.page_job("OPERATING.md", "jobs.promote", "--rollback")
         answers.append(machine.ask(other_than=answers[-1]))
     return answers
-
-
-def _upload(data: demo_data.Data) -> None:
-    for file in map(Path, data.reddit):
-        storage.write_bytes(f"s3://lake/dumps/{file.name}", file.read_bytes())
-    for file in map(Path, data.convai2):
-        storage.write_bytes(f"s3://lake/raw/convai2/{file.name}", file.read_bytes())
-    for number, file in enumerate(map(Path, data.wikipedia)):
-        storage.write_bytes(f"s3://lake/raw/wikipedia/{number}/{file.name}", file.read_bytes())
 
 
 def _export(corpus: str, id_column: str, uri: str) -> None:
@@ -362,8 +356,7 @@ class _Machine:
             own = shlex.join(f"{name}={value}" for name, value in self._haproxy(role).items())
             setup = f"source ~/.bashrc; {variables}; export {own};"
             self._start(role, f"{start} {here} {options}", setup)
-            log = self.work / f"{role}.log"
-            _await(f"Ray's {role}", partial(_has_started, log), _START_S)
+            _await(f"Ray's {role}", partial(_has_started, self.work / f"{role}.log"), _START_S)
         text = (_ROOT / "serve/config.cluster.yaml").read_text()
         hashed = hashlib.sha256(self._token.encode()).hexdigest()
         self.deployed_file.write_text(self._here(text).replace("HASH,HASH", hashed))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 import zstandard
 
@@ -204,7 +205,7 @@ class _Thread:
 
     def __init__(self, number: int, subreddit: str, rng: random.Random) -> None:
         self.comments: list[dict[str, Any]] = []
-        self._link = _base36(50_000_000 + number)
+        self._link = np.base_repr(50_000_000 + number, 36).lower()
         self._first = number * 100
         self._subreddit = subreddit
         self._rng = rng
@@ -221,7 +222,7 @@ class _Thread:
         elif roll < 0.11:
             body += f" ask u/{author} or mail {author}@example.org"
         comment = {
-            "id": _base36(900_000_000 + self._first + len(self.comments)),
+            "id": np.base_repr(900_000_000 + self._first + len(self.comments), 36).lower(),
             "link_id": f"t3_{self._link}",
             "parent_id": f"t1_{parent['id']}" if parent else f"t3_{self._link}",
             "author": author,
@@ -291,15 +292,6 @@ def _write_reddit(folder: Path, people: Iterator[Person], rng: random.Random, si
 def _user(rng: random.Random) -> str:
     first, last = _phrase(rng, "first_syllables"), _phrase(rng, "last_syllables")
     return f"{first}_{last}{rng.randrange(100)}".lower()
-
-
-def _base36(number: int) -> str:
-    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
-    text = ""
-    while number:
-        number, digit = divmod(number, 36)
-        text = digits[digit] + text
-    return text
 
 
 # ---------------------------------------------------------------------------------------------------
