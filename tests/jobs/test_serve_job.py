@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import socket
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,13 @@ import pytest
 
 from jobs import serve as serve_job
 from serve.http.bearer_tokens import FILE, HASHES
-from tests.helpers import free_port
+from tests.helpers import Finished, free_port
+
+
+@pytest.fixture
+def serve_here(run_job_here, tiny_ranker) -> Callable[..., Finished]:
+    """`serve_here("--port", 1)`: the job with a small ranker."""
+    return functools.partial(run_job_here, "serve", "--model", tiny_ranker("bi").uri)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -22,9 +30,8 @@ from tests.helpers import free_port
     (("--port", 0), "port: 0 is not allowed; allowed: 1 to 65535"),
     (("--host", "192.0.2.1"), "--port 8000: 192.0.2.1: Cannot assign requested address"),
 ])  # fmt: skip
-def test_what_cannot_be_served_is_one_line(run_job_here, tiny_ranker, arguments, message):
-    refusal = run_job_here("serve", "--model", tiny_ranker("bi").uri, *arguments).refusal
-    assert message in refusal
+def test_what_cannot_be_served_is_one_line(serve_here, arguments, message):
+    assert message in serve_here(*arguments).refusal
 
 
 def test_the_copy_of_a_submitted_jobs_code_is_polyranks_own(tmp_path, monkeypatch):
@@ -39,34 +46,29 @@ def test_the_copy_of_a_submitted_jobs_code_is_polyranks_own(tmp_path, monkeypatc
     serve_job.cluster.require_visible_packages()
 
 
-def test_a_taken_port_and_a_model_that_is_none_are_refused(
-    run_job_here, tiny_ranker, convai2_corpus
-):
-    with closing(serve_job.cluster.socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        refusal = run_job_here("serve", "--model", tiny_ranker("bi").uri, "--port", port).refusal
-        assert f"--port {port}: in use; choose another" in refusal
+def test_a_model_that_is_none_is_refused(run_job_here, convai2_corpus):
     refusal = run_job_here("serve", "--model", convai2_corpus.uri, "--port", free_port()).refusal
     assert "kind is 'corpus'; needed here: ranker" in refusal
 
 
-def test_a_service_may_listen_at_an_address_of_ipv6(run_job_here, tiny_ranker):
+@pytest.mark.parametrize(("host", "family"), [
+    ("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6),
+])  # fmt: skip
+def test_a_taken_port_is_refused(serve_here, host, family):
     try:
-        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        taken = socket.create_server((host, 0), family=family)
     except OSError:
         pytest.skip("no IPv6")
-    model, port = tiny_ranker("bi").uri, taken.getsockname()[1]
     with closing(taken):
-        refusal = run_job_here("serve", "--model", model, "--host", "::1", "--port", port).refusal
+        port = taken.getsockname()[1]
+        refusal = serve_here("--host", host, "--port", port).refusal
     assert f"--port {port}: in use; choose another" in refusal
 
 
 @pytest.mark.parametrize(
     ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("localhost", "localhost")]
 )
-def test_the_address_of_a_service_is_one_that_a_browser_takes(
-    run_job_here, tiny_ranker, monkeypatch, host, shown
-):
+def test_the_address_of_a_service_is_one_that_a_browser_takes(serve_here, monkeypatch, host, shown):
     from ray import serve
 
     def ctrl_c() -> None:
@@ -77,19 +79,16 @@ def test_the_address_of_a_service_is_one_that_a_browser_takes(
     monkeypatch.setattr(serve_job.signal, "pause", ctrl_c)
     for name in ("start", "run", "delete"):
         monkeypatch.setattr(serve, name, lambda *_, **options: None)
-    done = run_job_here("serve", "--model", tiny_ranker("bi").uri, "--host", host)
-    assert done.summary["served"] == f"http://{shown}:8000"
+    assert serve_here("--host", host).summary["served"] == f"http://{shown}:8000"
 
 
 @pytest.mark.parametrize("name", [HASHES, FILE])
-def test_wrong_tokens_are_one_line(run_job_here, tiny_ranker, monkeypatch, name):
+def test_wrong_tokens_are_one_line(serve_here, monkeypatch, name):
     monkeypatch.setenv(name, "sesame")
-    model = tiny_ranker("bi").uri
-    refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
-    assert f"{name}: " in refusal
+    assert f"{name}: " in serve_here("--port", free_port()).refusal
 
 
-def test_a_replica_that_does_not_start_says_why_in_one_line(run_job_here, tiny_ranker, monkeypatch):
+def test_a_replica_that_does_not_start_says_why_in_one_line(serve_here, monkeypatch):
     """As on a full disk: Serve itself says only that it has failed."""
     from ray import serve
 
@@ -106,7 +105,7 @@ def test_a_replica_that_does_not_start_says_why_in_one_line(run_job_here, tiny_r
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(serve, "run", fail)
     monkeypatch.setattr(serve, "status", lambda: status)
-    done = run_job_here("serve", "--model", tiny_ranker("bi").uri, "--port", free_port())
+    done = serve_here("--port", free_port())
     assert done.code == 1
     assert done.stderr.endswith(f"the service did not start: {reason}\n")
     assert "Traceback" not in done.stderr

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from jobs import cluster
+from jobs.__main__ import VERBS
 from pipeline.config import BadInput
 from pipeline.engine.draft import Draft, draft
 
 ROOT = Path(__file__).parents[2]
-VERBS = sorted(
-    file.stem for file in (ROOT / "jobs").glob("*.py") if "program.main(" in file.read_text()
-)
 RUN_JOBS = """
 import contextlib, importlib, io, json, sys
 SLOW = {"ray", "torch", "mlflow", "transformers", "sklearn", "matplotlib"}
