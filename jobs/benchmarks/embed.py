@@ -188,18 +188,15 @@ def _peer(command: Sequence[str]) -> Iterator[Callable[[], None]]:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin and process.stdout
         stdin, stdout = process.stdin, process.stdout
-        try:
-            while (line := stdout.readline()).strip() != "ready":
-                if not line:
-                    raise RuntimeError(f"{' '.join(command)} has ended")
+        while (line := stdout.readline()).strip() != "ready":
+            if not line:
+                raise RuntimeError(f"{' '.join(command)} has ended")
 
-            def one_pass() -> None:
-                print(file=stdin, flush=True)
-                stdout.readline()
+        def one_pass() -> None:
+            print(file=stdin, flush=True)
+            stdout.readline()
 
-            yield one_pass
-        finally:
-            stdin.close()
+        yield one_pass
 
 
 def _articles(data: Path) -> Table:

@@ -12,11 +12,12 @@ import functools
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from threading import Event, Thread
+from threading import Event
 from typing import Any, Literal
 
 import numpy as np
@@ -93,10 +94,10 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return
     device, scale = torch.device(config.device), SCALES[config.device]
-    parts: dict[str, Callable[[], Iterator[BenchmarkRow]]] = {
-        "search": functools.partial(measure_search, device, scale),
-        "pretrain": functools.partial(measure_pretraining, device, scale),
-        "embed": functools.partial(measure_embedding, config, work, scale),
+    parts = {
+        "search": measure_search(device, scale),
+        "pretrain": measure_pretraining(device, scale),
+        "embed": measure_embedding(config, work, scale),
     }
     for step in config.steps:
         yield from attempt(f"gpu.{step}", parts[step])
@@ -323,12 +324,10 @@ def busy_shares(device: torch.device) -> Iterator[list[int]]:
         while not ended.wait(_SECONDS_OF_A_LOOK):
             shares.append(torch.cuda.utilization(device))
 
-    thread = Thread(target=look, daemon=True)
-    if device.type == "cuda":
-        thread.start()
-    try:
-        yield shares
-    finally:
-        ended.set()
-        if thread.ident:
-            thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        if device.type == "cuda":
+            thread.submit(look)
+        try:
+            yield shares
+        finally:
+            ended.set()

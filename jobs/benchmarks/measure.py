@@ -27,9 +27,8 @@ from pipeline.processor import processor
 from pipeline.provenance import git_revision
 
 Key = TypeVar("Key")
-"""Of a way to do the same."""
-_REST_S = 0.01
 Result = TypeVar("Result")
+_REST_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,11 @@ def source(size: str) -> dict[str, str]:
     }
 
 
-def attempt(name: str, part: Callable[[], Iterable[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
+def attempt(name: str, rows: Iterable[BenchmarkRow]) -> Iterator[BenchmarkRow]:
     """The rows of a part. If it fails, a row `name` says why, and the other parts count nevertheless."""
     print(f"{name} …", flush=True)
     try:
-        yield from part()
+        yield from rows
     except (BadInput, RuntimeError) as problem:
         yield BenchmarkRow(name, None, "", detail={"failed": str(problem)})
 

@@ -99,10 +99,9 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         texts = list(candidates)
         own = _OwnService(contexts, _POOL, size, work, running, port, args, config.encoder, texts)
         for step in config.steps:
-            yield from attempt(f"serve.{step}", getattr(own, step))
+            yield from attempt(f"serve.{step}", getattr(own, step)())
     if "overhead" in config.steps and not os.environ.get(_IN_PROXIES):
-        part = functools.partial(_with_haproxy, config, work)
-        yield from attempt("serve.rank_100k.overhead_haproxy_ms", part)
+        yield from attempt("serve.rank_100k.overhead_haproxy_ms", _with_haproxy(config, work))
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,6 @@ class Service:
 
     @functools.cached_property
     def saturation(self) -> float:
-        """Answers a second to clients who always ask."""
         with self.running() as url:
             return self.saturate(url)
 
