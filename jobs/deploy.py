@@ -92,26 +92,24 @@ def _send_code(settings: dict[str, Any]) -> None:
 
 def _wait_for(address: str, names: list[str], timeout_s: float) -> dict[str, str]:
     """Waits until each application runs or has failed; returns the problem of each one that does not run."""
-    end, statuses_before = time.monotonic() + timeout_s, dict[str, str]()
+    end, statuses = time.monotonic() + timeout_s, dict[str, str]()
     while True:
         try:
             applications = dashboard.applications(address)
         except dashboard.LOST as error:  # such as of a head that restarts
             unreachable = {"status": "UNREACHABLE", "message": str(error)}
             applications = {name: unreachable for name in names}
-        statuses = {name: applications.get(name, {}).get("status", "NOT_STARTED") for name in names}
-        messages = {name: applications.get(name, {}).get("message", "") for name in names}
-        for name, status in statuses.items():
-            if statuses_before.get(name) != status:
+        problems = dict[str, str]()
+        for name in names:
+            application = applications.get(name, {"status": "NOT_STARTED"})
+            status, message = application["status"], application.get("message", "")
+            if statuses.get(name) != status:
                 print(f"{name}: {status}", flush=True)
-        statuses_before = statuses
-        is_decided = all(status in _DECIDED for status in statuses.values())
-        if is_decided or time.monotonic() > end:
-            return {
-                name: ": ".join(filter(None, [status, _last_line(messages[name])]))
-                for name, status in statuses.items()
-                if status != "RUNNING"
-            }
+            statuses[name] = status
+            if status != "RUNNING":
+                problems[name] = ": ".join(filter(None, [status, _last_line(message)]))
+        if {*statuses.values()} <= {*_DECIDED} or time.monotonic() > end:
+            return problems
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -40,12 +40,8 @@ def targets(bars: Sequence[tuple[str, float, float]]) -> str:
         axes.axvline(1.0, color="black", linewidth=0.8)
         measured = axes.secondary_yaxis("right")
         measured.set_yticks(places, [number(value) for value in values])
-        return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
