@@ -309,8 +309,6 @@ GERMAN = "frage,antwort\nwie ?,so\n"
      "frage"),
     (GERMAN, ("--question", "frage"),
      "no column has a usual name for answers; choose by --answer: frage"),
-    (GERMAN, ("--question", "q", "--answer", "antwort"),
-     "faq: question: 'q' is not allowed; allowed: the columns of faq.csv: frage, antwort"),
     ("question,query,answer\nhow ?,how ?,so\n", (),
      "more than one column has a usual name for questions; choose by --question: question"),
     ("frage;antwort\nwie ?;so\n", (), "separated by ';', which --delimiter ';' r"),
@@ -325,6 +323,12 @@ GERMAN = "frage,antwort\nwie ?,so\n"
 ])  # fmt: skip
 def test_a_table_without_rows_or_with_other_columns_is_refused(refusal, text, options, said):
     assert said in refusal(text, *options)
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(refusal, tmp_path):
+    allowed = f"the columns of {tmp_path}/faq.csv: frage, antwort"
+    refused = refusal(GERMAN, "--question", "q", "--answer", "antwort")
+    assert f"faq: question: 'q' is not allowed; allowed: {allowed}" in refused
 
 
 def test_nested_rows_are_named(refusal):
