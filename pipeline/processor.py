@@ -8,8 +8,9 @@ read them at their first computation, so the variable belongs in the environment
     plain          no instructions that this project asks for
     avx2           AVX2: most desktops and small cloud machines
     avx512         and AVX-512
-    avx512_vnni    and products of int8
-    avx512_bf16    and products of bf16: AMD since Zen 4, Intel since Cooper Lake
+    avx512_vnni    and products of int8. Without it torch's are slower than in float32
+    avx512_bf16    and products of bf16: AMD since Zen 4, Intel since Cooper Lake. A Zen 5 makes 740 GFLOPS,
+                   170 in float32; other processors emulate them at a quarter of float32's speed
     amx            and matrix units: Intel since Sapphire Rapids
 
 A processor that is not x86 is `plain`, because nothing was measured there. `python -m pipeline.processor`
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pipeline.config import require
 from pipeline.library_kernels import VARIABLE
@@ -38,45 +38,20 @@ KINDS = tuple(_INSTRUCTIONS)
 """Weakest first."""
 
 
-@dataclass(frozen=True)
-class Processor:
-    """A kind of processor, and what it can do."""
-
-    kind: str
-    """One of `KINDS`."""
-
-    @property
-    def avx2(self) -> bool:
-        return self._reaches("avx2")
-
-    @property
-    def avx512(self) -> bool:
-        return self._reaches("avx512")
-
-    @property
-    def vnni(self) -> bool:
-        """Whether products of int8 are fast. Without it torch's are slower than in float32."""
-        return self._reaches("avx512_vnni")
-
-    @property
-    def bf16(self) -> bool:
-        """Whether products of bf16 are fast: a Zen 5 makes 740 GFLOPS, 170 in float32. Other processors
-        emulate them at a quarter of float32's speed."""
-        return self._reaches("avx512_bf16")
-
-    def _reaches(self, kind: str) -> bool:
-        return KINDS.index(self.kind) >= KINDS.index(kind)
-
-
-def processor() -> Processor:
-    """The processor of this machine, or the kind in POLYRANK_PROCESSOR if that is less.
+def processor() -> str:
+    """The kind of this machine's processor, or the one in POLYRANK_PROCESSOR if that is less.
 
     Raises BadInput if the variable names no kind.
     """
     import torch
 
     actual = kind_of(torch.cpu.get_capabilities())
-    return Processor(min(actual, bound_kind() or actual, key=KINDS.index))
+    return min(actual, bound_kind() or actual, key=KINDS.index)
+
+
+def processor_has(kind: str) -> bool:
+    """Whether the processor can do what this kind can."""
+    return KINDS.index(processor()) >= KINDS.index(kind)
 
 
 def bound_kind() -> str:
@@ -97,4 +72,4 @@ def kind_of(capabilities: Mapping[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    print(processor().kind)
+    print(processor())

@@ -37,7 +37,7 @@ from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import Pool
-from pipeline.processor import processor
+from pipeline.processor import processor_has
 
 _TOKENS = 256
 # The job plans and makes an index, some 7 s on 2 cores, which vanish beside a pool of millions.
@@ -152,7 +152,7 @@ def _beside_engines(
     size: str, articles: Sequence[str], data: Path, work: Path, python: str
 ) -> Iterator[BenchmarkRow]:
     """`python`: of the peers' environment."""
-    fastest: Precision = "bf16" if processor().bf16 else "int8"
+    fastest: Precision = "bf16" if processor_has("avx512_bf16") else "int8"
     encoder = Ranker.from_sentence_transformers(str(minilm_folder()), precision=fastest)
     folder = cross_encoder(minilm_folder(), work / "cross-encoder")
     cross = Ranker.from_sentence_transformers(str(folder), precision=fastest)

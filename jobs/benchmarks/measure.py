@@ -84,7 +84,7 @@ def source(size: str) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": git_revision() or "unknown",
         "machine": f"{machine['cores']} cores, {machine['cpu']}",
-        "processor": processor().kind,
+        "processor": processor(),
         "load": f"{os.getloadavg()[0]:.1f}",
     }
 

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from pipeline.models import packing, torch_operators
 from pipeline.models.packing import Packing
 from pipeline.models.torch_operators import Activation
-from pipeline.processor import processor
+from pipeline.processor import processor_has
 
 # Names of the attentions in `transformers`' register.
 _TRAINING, _INFERENCE = "polyrank", "polyrank_bf16"
@@ -62,7 +62,7 @@ def prepare_inference(encoder: nn.Module) -> bool:
     whether it takes packed rows.
     """
     is_bf16 = next(encoder.parameters()).dtype == torch.bfloat16
-    if is_bf16 and processor().avx512:  # oneDNN has no products of bf16 without
+    if is_bf16 and processor_has("avx512"):  # oneDNN has no products of bf16 without
         for part in list(encoder.modules()):
             _pack_layers(part)
     models = [part for part in encoder.modules() if isinstance(part, PreTrainedModel)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.config import require
-from pipeline.processor import processor
+from pipeline.processor import processor_has
 
 if TYPE_CHECKING:
     import torch
@@ -49,4 +49,4 @@ def use_bf16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == "cpu" and processor().bf16
+    return device.type == "cpu" and processor_has("avx512_bf16")

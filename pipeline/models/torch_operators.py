@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.processor import processor
+from pipeline.processor import processor_has
 
 Activation = Literal["none", "gelu", "swish"]
 """swish: x · σ(x)."""
@@ -68,7 +68,8 @@ def lay_out_int8(levels_OI: Tensor) -> Tensor | None:
     Without VNNI oneDNN adds two products of a byte of inputs, 0 to 255, and one of weights in 16 bits. So it
     is used for weights of levels up to 63 only.
     """
-    is_fast = _lay_out_int8 and _int8_linear and processor().avx2 and not processor().vnni
+    has_operators = _lay_out_int8 and _int8_linear
+    is_fast = has_operators and processor_has("avx2") and not processor_has("avx512_vnni")
     if not is_fast or levels_OI.device.type != "cpu" or levels_OI.abs().amax() > MOST_LEVEL:
         return None
     laid_out: Tensor = _lay_out_int8(levels_OI, [1, levels_OI.shape[1]])
@@ -89,7 +90,7 @@ def int8_linear(
             bytes_NI, 1.0, 128, *weights, 1.0, 0, torch.float32, "none", [], ""
         )
         return product
-    if _int8_product and processor().vnni:
+    if _int8_product and processor_has("avx512_vnni"):
         return int8_mm(levels_NI, levels_OI.t()).float().mul_(scale_O)
     return F.linear(levels_NI.float(), levels_OI.float()).mul_(scale_O)
 

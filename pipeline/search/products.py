@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models.torch_operators import int8_mm
-from pipeline.processor import KINDS, bound_kind, processor
+from pipeline.processor import KINDS, bound_kind, processor_has
 from pipeline.search.threads import one_thread
 
 Product = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ def _measure(dtype: torch.dtype, width: int, columns: int) -> tuple[Kernel, floa
     rows_BK = torch.ones(_MEASURED_ROWS, width, dtype=dtype)
     matrix_KC = torch.ones(width, columns, dtype=dtype)
     kernels = _KERNELS[dtype]
-    if dtype == torch.int8 and not processor().vnni:
+    if dtype == torch.int8 and not processor_has("avx512_vnni"):
         kernels = kernels[:1]
     products = [kernel(matrix_KC, len(rows_BK)) for kernel in kernels]
     seconds = [_seconds(product, rows_BK) for product in products]

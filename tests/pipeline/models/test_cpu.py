@@ -25,7 +25,7 @@ from pipeline.models.encoder import Encoder, set_dropout
 from pipeline.models.precision import use_bf16
 from pipeline.models.settings import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.processor import processor
+from pipeline.processor import processor_has
 from tests.helpers import run_in_processes
 
 
@@ -411,7 +411,7 @@ def test_without_torchs_private_operators_the_numbers_are_the_same(monkeypatch, 
         product = torch_operators.int8_linear(rows, small_weight, torch.ones(4), laid_out)
         return [*products, *attended, sums, product]
 
-    private = results() if processor().avx512 else None
+    private = results() if processor_has("avx512") else None
     for name in ("_lay_out", "_linear", "_attention", "_int8_product", "_int8_linear"):
         monkeypatch.setattr(torch_operators, name, None)
     public = results()
