@@ -9,7 +9,7 @@ tokens, truncation   texts to ids, and what is left out
 packing, cpu         texts of many lengths without padding, and faster layers on CPUs
 precision, int8      bf16, float32 and 8 bits; `torch_operators` are private ones of torch
 losses               functions of scores; `pretraining_heads` have their own
-lora, flops          adapters; operations of a step
+flops                operations of a step
 sources              where an encoder comes from
 convert_rt, interop  ConveRT; the formats of other projects
 convert, polyencoder earlier names, which still import

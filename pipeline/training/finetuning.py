@@ -14,8 +14,14 @@ from pipeline.config import require
 from pipeline.evaluation.questions import Questions, validation_questions
 from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models import interop
-from pipeline.models.encoder import Encoder, freeze, set_dropout, shorten
-from pipeline.models.lora import add_adapters, merge_adapters
+from pipeline.models.encoder import (
+    Encoder,
+    add_adapters,
+    freeze,
+    merge_adapters,
+    set_dropout,
+    shorten,
+)
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
