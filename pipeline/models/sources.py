@@ -87,6 +87,8 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
     An encoder: ours, a ranker's, any `transformers` directory, or a hub id. Or a tokenizer of ours, for a
     ranker that starts from nothing else. `option` names the URI in messages.
     """
+    if storage.is_local(uri) and uri.count("/") > 1 and not storage.exists(uri):
+        raise BadInput(f"{option} {uri}: there is no such folder")
     source, reference = _open_model(uri, option, "config.json", "encoder", "ranker", "tokenizer")
     if isinstance(source, Artifact) and source.kind == "ranker":
         source = Tower(source)
@@ -222,15 +224,13 @@ def _open_model(
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, *kinds)
         return artifact, artifact.reference()
-    is_away = storage.is_local(uri) and not storage.exists(uri)
-    if is_away and uri.count("/") <= 1:  # may be a hub id
+    if storage.is_local(uri) and uri.count("/") <= 1 and not storage.exists(uri):  # may be a hub id
         return _open_hub_model(uri, option, needed_file)
-    if is_away:
-        raise BadInput(f"{option} {uri}: there is no such folder")
     if not storage.exists(storage.join(uri, needed_file)):
         is_ranker = storage.exists(storage.join(uri, SETTINGS))
         hint = f"; it is a ranker without {MANIFEST}: name a tower in it" if is_ranker else ""
-        raise BadInput(f"{option} {uri}: not a model directory ({needed_file} is missing){hint}")
+        kind = "tokenizer" if needed_file == "tokenizer.json" else "model directory"
+        raise BadInput(f"{option} {uri}: not a {kind} ({needed_file} is missing){hint}")
     return open_external(uri)
 
 
