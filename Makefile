@@ -13,7 +13,7 @@ BIN := .venv/bin
 
 DEMO ?= .demo
 RESULTS ?= .benchmark/results
-BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper
+BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents tables paper
 
 .PHONY: setup demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi lock clean
 
@@ -56,6 +56,7 @@ DATA_OF_paper := $(DATA_OF_finetune) --only bi poly-64 --finetune.max-steps 100
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
 DATA_OF_embed := --data $(or $(DATA),.data) $(if $(PEERS),--peers $(PEERS))
 DATA_OF_intents := --data $(or $(DATA),.data)
+DATA_OF_tables := $(DATA_OF_intents)
 
 benchmark: $(BENCHMARKS:%=benchmark-%)
 	$(BIN)/python -m jobs.benchmarks.report --results $(RESULTS)

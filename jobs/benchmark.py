@@ -34,15 +34,15 @@ class Config:
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     part: Literal[
         "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain",
-        "search", "serve",
+        "search", "serve", "tables",
     ]  # fmt: skip
     """The part to measure. It is the first argument; `--part` may stand before it."""
     size: Literal["small", "full"] = "small"
     """`small` takes minutes. `full` has the size that BENCHMARKS.md compares with the targets. For paper:
     which recipes of jobs/configs/finetune are trained."""
     data: str = ".data"
-    """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
-    with intent/banking77."""
+    """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents and tables: a
+    folder with intent/banking77; for tables, with intent/clinc150, too."""
     encoder: str = ""
     """For finetune and paper: an encoder, as for jobs.finetune. For gpu and serve: an encoder of
     sentence-transformers. gpu embeds with it; serve asks other services that serve it."""

@@ -31,6 +31,7 @@ SECTIONS = {
     "corpora": "Corpora",
     "pretrain": "Pre-training",
     "finetune": "Fine-tuning",
+    "tables": "Tables of questions and answers",
     "paper": "The Poly-encoder paper's tables",
     "embed": "Embedding a pool",
     "search": "Search",
@@ -54,7 +55,6 @@ FIRST_ROWS = {
     "serve.rerank.vs_infinity": ("`/rerank`, 32 clients", "infinity"),
     "serve.embed.vs_infinity": ("`/embed`, 32 clients", "infinity"),
     "convert.encode_vs_minilm_sentence_transformers": ("ConveRT encodes", "all-MiniLM-L6-v2"),
-    "convert.amazonqa_1_of_100": ("R@1 of ConveRT on AmazonQA", "BM25"),
 }
 """The page's first table: (what is measured, beside whom)."""
 MET, MISSED, NOT_MEASURED = "met", "**missed**", "not measured"
