@@ -134,16 +134,12 @@ def load(folder: Path) -> Classifier:
         )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise BadInput(f"{path}: not the settings of a classifier ({error!r})") from None
-    _fill(head, folder / WEIGHTS)
-    require(len(labels) >= 2, str(path), labels, "two intents at least")
-    return classifier
-
-
-def _fill(head: Head, path: Path) -> None:
+    weights = folder / WEIGHTS
     try:
-        weights = load_weights(path.read_bytes())
-        head.load_state_dict(weights)
+        head.load_state_dict(load_weights(weights.read_bytes()))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise BadInput(f"{path}: not the weights of {SETTINGS} beside it ({reason})") from None
+        raise BadInput(f"{weights}: not the weights of {SETTINGS} beside it ({reason})") from None
     head.eval()
+    require(len(labels) >= 2, str(path), labels, "two intents at least")
+    return classifier

@@ -90,6 +90,8 @@ class ScorerConfig:
     max_candidate_tokens: int = 72
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
+    starts_from_tokenizer: ClassVar[bool] = False
+    """Whether a tokenizer is enough to start from; the others start from an encoder."""
     MAY_BE_0: ClassVar[tuple[str, ...]] = ()
     """Numbers are above 0, but for these and those that are 0 by default."""
 
@@ -127,11 +129,6 @@ class ScorerConfig:
     @property
     def has_two_towers(self) -> bool:
         """Whether contexts and candidates have encoders of their own."""
-        return False
-
-    @property
-    def starts_from_tokenizer(self) -> bool:
-        """Whether a tokenizer is enough to start from; the others start from an encoder."""
         return False
 
     def check_training(self) -> None:
@@ -376,6 +373,7 @@ class ConvertConfig(ScorerConfig):
     range_every_steps: int = field(default=100, metadata=read_when({"ranker.quantised": (True,)}))
     """Steps after which training sets the range of the 8-bit tables again."""
 
+    starts_from_tokenizer = True
     MAY_BE_0 = ("anneal_steps",)
     OF_TRAINING: ClassVar[tuple[str, ...]] = (
         "anneal_steps", "start", "quantised", "block_weights", "range_every_steps",
@@ -393,10 +391,6 @@ class ConvertConfig(ScorerConfig):
                 "'float16' with ranker.quantised false, which saves float32")  # fmt: skip
         require(self.earlier_turns > 0 or not self.number_earlier_turns, "ranker.number_earlier_turns",
                 True, "false with ranker.earlier_turns 0")  # fmt: skip
-
-    @property
-    def starts_from_tokenizer(self) -> bool:
-        return True
 
     def sized_as(self, model: ScorerConfig) -> Self:
         if type(model) is not type(self):
