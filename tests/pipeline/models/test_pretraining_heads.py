@@ -21,6 +21,7 @@ from pipeline.models import pretraining_heads
 from pipeline.models.encoder import Encoder, prepare_for_training, set_dropout
 from pipeline.models.pretraining_heads import NEXT_HEAD, PretrainingModel
 from pipeline.models.settings import Shape
+from tests.helpers import softmax
 
 BOTH = pytest.mark.parametrize("model", ["bert", "modernbert"], indirect=True)
 
@@ -50,10 +51,6 @@ def batch(tiny):
     return tokens, predicted, labels, torch.tensor([True, False])
 
 
-def log_softmax(logits):
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-
-
 def plain(model, folder):
     """The same model as `transformers` loads it, without polyrank."""
     model.save(folder)
@@ -76,7 +73,7 @@ def test_losses_are_sums_over_predicted_tokens_and_over_pairs(model, batch, tmp_
         logits = hf(**inputs(tokens, hf)).logits.double().numpy()
         first = hf.base_model(**inputs(tokens, hf)).last_hidden_state[:, 0]
         next_logits = (first @ model.next.weight.T + model.next.bias)[:, 0].double().numpy()
-    expected = [-log_softmax(logits[row, place])[label] for row, place, label in PLACES]
+    expected = [-np.log(softmax(logits[row, place])[label]) for row, place, label in PLACES]
     assert sums.mlm_sum.item() == pytest.approx(sum(expected), rel=1e-4)
     assert sums.mlm_count.item() == 3
     right = sum(logits[row, place].argmax() == label for row, place, label in PLACES)
@@ -122,7 +119,7 @@ def test_the_contrastive_loss_tells_a_response_from_the_others_of_the_batch(mode
     scores = 20 * means[:4] @ means[4:].T
     # Neither the same text nor another reply to the same context is a wrong answer.
     scores[0, 2] = scores[2, 0] = scores[1, 3] = scores[3, 1] = -np.inf
-    expected = [-log_softmax(scores[row])[row] for row in range(4)]
+    expected = [-np.log(softmax(scores[row])[row]) for row in range(4)]
     assert sums.next_sum.item() == pytest.approx(sum(expected), rel=1e-4)
     assert sums.next_hits.item() == (scores.argmax(1) == np.arange(4)).sum()
     assert (sums.pairs.item(), sums.mlm_count.item()) == (4, 0)

@@ -388,13 +388,6 @@ def test_other_modules_and_those_of_the_models_own_code_are_refused_by_name(side
     assert "allowed: Transformer → Pooling → Dense → Normalize" in said
 
 
-def test_a_pooling_without_a_mode_is_the_mean(side):
-    before = vectors(sentence_transformers.load(side, Lengths()))
-    (side / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 16}')
-    after = vectors(sentence_transformers.load(side, Lengths()))
-    np.testing.assert_array_equal(after, before)
-
-
 @pytest.mark.parametrize(("file", "values", "message"), [
     ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "cls_token and pooling_mode_mean"),
     ("1_Pooling/config.json", {"pooling_mode": "max"}, "max is not allowed; allowed: cls or mean"),
@@ -421,13 +414,6 @@ def test_a_cross_encoder_of_modules_without_a_score_is_refused(side):
     (side / "modules.json").write_text(json.dumps(modules[:2]))
     change(side / "config_sentence_transformers.json", model_type="CrossEncoder")
     assert "these modules make no cross-encoder" in refusal(side)
-
-
-def test_a_classifier_below_other_modules_is_not_used(side):
-    before = vectors(sentence_transformers.load(side, Lengths()))
-    change(side / "config.json", architectures=["BertForSequenceClassification"])
-    after = vectors(sentence_transformers.load(side, Lengths()))
-    np.testing.assert_array_equal(after, before)
 
 
 @pytest.mark.parametrize("lacking", [[], ["modules.json", "config.json"]])
@@ -484,11 +470,25 @@ def test_other_weights_beside_those_of_a_reranker_do_not_count(tiny, tmp_path):
     np.testing.assert_array_equal(after, before)
 
 
-def test_dropout_among_the_modules_does_nothing(side):
-    before = vectors(sentence_transformers.load(side, Lengths()))
+def leave_out_the_mode(side):
+    """Then it is the mean."""
+    (side / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 16}')
+
+
+def name_a_classifier(side):
+    change(side / "config.json", architectures=["BertForSequenceClassification"])
+
+
+def insert_dropout(side):
     entries = json.loads((side / "modules.json").read_text())
     dropout = {"path": "9_Dropout", "type": "sentence_transformers.models.Dropout"}
     (side / "modules.json").write_text(json.dumps([*entries[:2], dropout, *entries[2:]]))
+
+
+@pytest.mark.parametrize("rewrite", [leave_out_the_mode, name_a_classifier, insert_dropout])
+def test_what_has_no_effect_in_the_library_has_none_here(side, rewrite):
+    before = vectors(sentence_transformers.load(side, Lengths()))
+    rewrite(side)
     after = vectors(sentence_transformers.load(side, Lengths()))
     np.testing.assert_array_equal(after, before)
 
