@@ -37,7 +37,8 @@ SETTINGS, WEIGHTS = "classifier.json", "head.safetensors"
 class Classified:
     """A classifier's answer to one text."""
 
-    probabilities_C: Tensor
+    intents: list[tuple[str, float]]
+    """All intents and their probabilities, the likeliest first; of equal ones the first by name."""
     out_of_scope: bool
     """Whether the best probability is below the threshold."""
 
@@ -81,18 +82,14 @@ class Classifier:
 
     def classify(self, vectors_NF: Tensor) -> list[Classified]:
         """The answers to texts with these vectors."""
-        return [
-            Classified(row_C, row_C.max().item() < self.threshold)
-            for row_C in self.probabilities(vectors_NF)
-        ]
-
-    def best(self, classified: Classified, count: int) -> list[tuple[str, float]]:
-        """The likeliest intents and their probabilities; of equal ones the first by name."""
-        values, places = torch.sort(classified.probabilities_C, descending=True, stable=True)
-        return [
-            (self.labels[place], value)
-            for place, value in zip(places[:count].tolist(), values[:count].tolist(), strict=True)
-        ]
+        probabilities_NC = self.probabilities(vectors_NF)
+        values_NC, places_NC = probabilities_NC.sort(dim=1, descending=True, stable=True)
+        answers = []
+        for places, values in zip(places_NC.tolist(), values_NC.tolist(), strict=True):
+            labels = [self.labels[place] for place in places]
+            intents = list(zip(labels, values, strict=True))
+            answers.append(Classified(intents, values[0] < self.threshold))
+        return answers
 
     def open_encoder(self) -> Source:
         """The model whose vectors the head was trained on.

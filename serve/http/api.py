@@ -147,7 +147,7 @@ class _Interface:
         def response() -> ClassifyResponse:
             results = [
                 Classification(
-                    [Intent(*best) for best in intents.classifier.best(text, body.top_k)],
+                    [Intent(*best) for best in text.intents[: body.top_k]],
                     text.out_of_scope,
                 )
                 for text in classified

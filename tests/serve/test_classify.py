@@ -44,7 +44,7 @@ def expected(uri: str, text: str) -> tuple[list[str], list[float], bool]:
     """What the head says of a text alone, its encoder loaded anew."""
     _, made = open_classifier(uri)
     (said,) = made.classify(made.load_encoder(torch.device("cpu")).vectors([text]))
-    names, values = zip(*made.best(said, 2), strict=True)
+    names, values = zip(*said.intents[:2], strict=True)
     return list(names), list(values), said.out_of_scope
 
 
