@@ -15,8 +15,9 @@ from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
 from pipeline.pools import promotion, versions
-from pipeline.pools.lock import Lock, current_locked, locked
+from pipeline.pools.lock import current_locked, locked
 from pipeline.pools.pool import KIND, Pool
+from pipeline.storage.locks import Lock
 
 _CANDIDATE = "candidate"
 _LOCK_EXPIRES_S = 120.0

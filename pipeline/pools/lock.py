@@ -10,26 +10,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from pipeline import storage
 from pipeline.config import Stopped
 from pipeline.storage import locks
 from pipeline.storage.locks import LeaseFile, Lock
 
-__all__ = ["LeaseFile", "Lock", "current_locked", "is_leased", "lease", "locked"]
-
 _LEASE_S = 600.0
 # The lock of CURRENT is held for some small writes, of 100 ms each to an object store.
 _CURRENT_EXPIRES_S, _CURRENT_WAIT_S, _CURRENT_ASKED_EVERY_S = 30.0, 60.0, 0.5
 
 
-@contextmanager
-def locked(pools: str, name: str, expires_s: float) -> Iterator[Lock]:
+def locked(pools: str, name: str, expires_s: float) -> AbstractContextManager[Lock]:
     """Holds the lock of a pool. Raises Stopped, naming the owner, if another process holds it."""
-    folder = storage.join(pools, "_locks", name)
-    with locks.locked(folder, f"pool {name}", expires_s) as lock:
-        yield lock
+    return locks.locked(storage.join(pools, "_locks", name), f"pool {name}", expires_s)
 
 
 @contextmanager
