@@ -13,7 +13,7 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, require
-from pipeline.corpora.formats import pairs
+from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
@@ -22,16 +22,18 @@ from pipeline.engine.records import TaskRecord, sum_counts
 from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.models.truncation import Truncated
-from pipeline.pools import build, candidates, embed, gate, promotion, verdicts, versions
+from pipeline.pools import build, embed, gate, promotion, versions
 from pipeline.pools.build_records import PlanRecord
 from pipeline.pools.changes import Changes, RowSet
-from pipeline.pools.embed import EmbedConfig
-from pipeline.pools.estimate import estimate, rows_to_embed
+from pipeline.pools.estimate import estimate
 from pipeline.pools.gate import GateConfig
 from pipeline.pools.inputs import PoolInputs, resolve_inputs
-from pipeline.pools.lock import Lock, locked
+from pipeline.pools.lock import locked
+from pipeline.pools.plan import compare, is_small
 from pipeline.pools.pool import KIND, current_uri
+from pipeline.pools.settings import EmbedConfig
 from pipeline.pools.versions import Version
+from pipeline.storage.locks import Lock
 
 _FILES = ("candidates", "order")  # the inputs that say which files are read
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
@@ -102,10 +104,8 @@ def run(config: Config) -> program.Summary:
             with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
                 _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, pool, True)
-    columns, context_column = config.embed.columns, config.embed.context_column
-    candidates.require_columns(
-        made_from.files, columns, config.reading, config.embed, context_column
-    )
+    columns = config.embed.columns_by_option
+    tables.require_columns(made_from.files, columns, config.reading, config.embed)
     if config.gate.canaries:
         gate.read_canaries(config.gate.canaries)
     if config.dry_run:
@@ -212,12 +212,9 @@ def _compare(config: Config, job: _Job, version: Version, before: Version) -> Ch
     """The ids of a version that is there already beside those of the version before."""
     rows, rows_before = (versions.files_of_rows(v.artifact) for v in (version, before))
     same_columns = version.filter_columns == before.filter_columns
-    is_small = verdicts.is_small(rows, rows_before)
-    with (
-        nullcontext() if is_small else cluster.session(for_tasks=True),
-        _scratch(config, job) as scratch,
-    ):
-        return verdicts.compare(scratch, rows, rows_before, same_columns)
+    session = nullcontext() if is_small(rows, rows_before) else cluster.session(for_tasks=True)
+    with session, _scratch(config, job) as scratch:
+        return compare(scratch, rows, rows_before, same_columns)
 
 
 @contextmanager
@@ -268,7 +265,7 @@ def _plan(config: Config, job: _Job, out: Draft, previous: Version | None) -> Pl
     job.made_from.check_candidates(out.staging)
     for note in plan_record.notes:
         _say(config, note)
-    plan, rows = plan_record.plan, rows_to_embed(plan_record)
+    plan, rows = plan_record.plan, plan_record.rows_to_embed
     if plan_record.source:
         name = storage.name_of(plan_record.source)
         _say(config, f"{plan.salvaged:,} texts are copied from {name}")

@@ -26,8 +26,8 @@ from pipeline.evaluation import retrieval
 from pipeline.evaluation.retrieval import DEPTH, METRICS, Collection
 from pipeline.evaluation.significance import mean_interval
 from pipeline.models.precision import Precision
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.gate import GateConfig
+from pipeline.pools.settings import EmbedConfig
 from pipeline.registry import model_uri
 
 if TYPE_CHECKING:

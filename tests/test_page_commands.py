@@ -42,7 +42,7 @@ from pipeline.classification.settings import HeadConfig
 from pipeline.config import parse
 from pipeline.corpora.formats import pairs
 from pipeline.engine import executors
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.settings import EmbedConfig
 from pipeline.training.settings import TokenizerConfig
 from serve.engine import Engine
 from serve.http import api

@@ -17,10 +17,10 @@ from pipeline import storage
 from pipeline.arrays import Keys
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
-from pipeline.pools import candidates, verdicts
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools import candidates
+from pipeline.pools.plan import PlanInput, TextQuery, make
+from pipeline.pools.settings import EmbedConfig
 from pipeline.pools.shard import ROWS
-from pipeline.pools.verdicts import PlanInput, TextQuery
 from pipeline.storage import npy
 
 _ROWS = {"small": 200_000, "full": 10_000_000}
@@ -58,6 +58,8 @@ def _write_keys(folder: Path, rows: int) -> PlanInput:
     for start in range(0, rows, _FILE_ROWS):
         part, name = keys[start : start + _FILE_ROWS], f"file-{start:09d}"
         storage.write_bytes(out.path(f"_candidates/{name}.npy"), npy.to_bytes(part))
+        rows_file = _published(part[:, 1], start + percent)
+        storage.write_bytes(out.path(f"_candidates/{name}.arrow"), rows_file)
         parts.append((name, len(part)))
         end = min(rows, start + _FILE_ROWS)
         uri = str(folder / f"before-{start:09d}.arrow")
@@ -76,8 +78,8 @@ def _published(texts: Keys, first: int) -> pa.Buffer:
 def _plan(folder: Path, sources: PlanInput) -> tuple[float, float, tuple[int, int, int, int]]:
     began = time.monotonic()
     with executors.in_this_process():
-        decided = verdicts.decide(_draft(folder), sources, TextQuery(16))
-    seconds, changes = time.monotonic() - began, decided.changes
+        plan = make(_draft(folder), sources, _FILE_ROWS, TextQuery(16))
+    seconds, changes = time.monotonic() - began, plan.changes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return seconds, peak, (changes.new, changes.changed, changes.same, changes.gone)
 

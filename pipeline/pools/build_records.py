@@ -60,6 +60,11 @@ class PlanRecord(TaskRecord):
     planned_at: float = 0.0
     """Seconds since 1970; see `versions.remove_old`."""
 
+    @property
+    def rows_to_embed(self) -> int:
+        """The number of rows whose vectors cannot be copied."""
+        return self.plan.rows - (self.plan.known if self.copies else self.plan.salvaged)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedRecord(TaskRecord):

@@ -30,7 +30,6 @@ import pyarrow.compute as pc
 
 from pipeline import storage
 from pipeline.arrays import Keys
-from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport, redacted_count
 from pipeline.corpora.formats import tables
@@ -39,19 +38,19 @@ from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
 from pipeline.engine.run import run_tasks
 from pipeline.pools.changes import RowSet
+from pipeline.pools.settings import CONTEXT, FILTER, ID, TEXT, EmbedConfig
 from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
 from pipeline.storage import npy
 from pipeline.storage.prefetch import map_prefetched
 
-TEXT_KEY, CONTENT_KEY, ID_KEY, BYTES = range(4)
-_TEXT, _ID, _CONTEXT = "embed.text_column", "embed.id_column", "embed.context_column"
+KEYS = ("text", "content", "id", "size")
 _FOLDER = "_candidates"
 _PART_ROWS = 16_384
 # A core reads some 50,000 rows a second, and a task costs some 10 ms.
 _LEAST_TASK_ROWS = 131_072
 _PART_BYTES = 32 << 20  # of text; all that a task holds in memory
 
-Piece = tuple[str, tuple[int, int, int] | None]
+Piece = tuple[str, tuple[int, ...] | None]
 """(a file's URI, which `tables.RowGroups` of it; None: all)"""
 Turns = tuple[str, ...]
 """A context, the oldest turn first."""
@@ -69,29 +68,6 @@ class CandidateRow(NamedTuple):
     """Known contexts."""
 
 
-@dataclass(frozen=True)
-class CandidateTable:
-    """How candidates stand in tables."""
-
-    columns: tuple[str, ...]
-    """The id's ("": the text's content hash is the id), the text's, those to filter by."""
-    form: tables.TableFormat
-    max_text_bytes: int
-    """Longer texts and contexts are set aside."""
-    context_column: str = ""
-    """With one, rows with the same text and values are one candidate, which has the id of the first one and
-    all their contexts."""
-
-    @property
-    def columns_by_option(self) -> dict[str, str]:
-        """The columns to read by the option that names each."""
-        id_column, text_column, *filter_columns = self.columns
-        columns = {_TEXT: text_column, _ID: id_column}
-        columns |= {f"embed.filter_columns[{n}]": name for n, name in enumerate(filter_columns)}
-        columns[_CONTEXT] = self.context_column
-        return {option: column for option, column in columns.items() if column}
-
-
 @dataclass(frozen=True, kw_only=True)
 class PartsRecord(TaskRecord):
     """The candidates of one input file."""
@@ -103,7 +79,7 @@ class PartsRecord(TaskRecord):
 def stage(
     draft: Draft,
     files: list[str],
-    table: CandidateTable,
+    config: EmbedConfig,
     reading: raw.Reading,
     privacy: Privacy,
 ) -> list[PartsRecord]:
@@ -111,9 +87,9 @@ def stage(
 
     A Parquet file of many row groups is several tasks. With a column of contexts, one task reads all files.
     """
-    work = functools.partial(_stage_pieces, table=table, reading=reading, privacy=privacy)
+    work = functools.partial(_stage_pieces, config=config, reading=reading, privacy=privacy)
     tasks: dict[str, list[Piece]] = {}
-    if table.context_column:
+    if config.context_column:
         tasks["file-00000"] = [(uri, None) for uri in files]
         return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
     groups_of_files = map_prefetched(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
@@ -121,8 +97,7 @@ def stage(
         if len(groups) < 2:
             tasks[f"file-{number:05d}"] = [(uri, None)]
         for index, group in enumerate(groups if len(groups) > 1 else ()):
-            piece = (uri, (group.first, group.end, group.rows_before))
-            tasks[f"file-{number:05d}-{index:04d}"] = [piece]
+            tasks[f"file-{number:05d}-{index:04d}"] = [(uri, tuple(group))]
     return run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 
@@ -132,20 +107,13 @@ def read_rows(draft: Draft, part: str) -> pa.Table:
 
 
 def read_keys(draft: Draft, part: str) -> Keys:
-    """[rows, 4]
-
-    Raises BadInput where an earlier version of polyrank wrote them.
-    """
+    """[rows, 4]: `KEYS`"""
     keys: Keys = npy.from_bytes(storage.read_bytes(draft.path(_FOLDER, f"{part}.npy")))
-    if keys.shape[1] <= BYTES:
-        raise BadInput(
-            f"{draft.staging}: holds an unfinished job of another version of polyrank; remove it"
-        )
     return keys
 
 
 def read_published_keys(uri: str) -> Keys:
-    """[rows, 3]: the keys of a file of a pool's rows.
+    """[rows, 3]: the keys of a file of a pool's rows, without sizes.
 
     Texts are read only in a pool with columns to filter by: in all others the content is the text.
     """
@@ -156,17 +124,42 @@ def read_published_keys(uri: str) -> Keys:
         places = [place for name in fields if (place := schema.get_field_index(name)) >= 0]
         options = pa.ipc.IpcReadOptions(included_fields=places)
         rows = pa.ipc.open_file(stream, options=options).read_all()
+    return _keys(rows, has_values)
+
+
+def _keys(rows: pa.Table, has_values: bool) -> Keys:
+    """[rows, 3]: the keys of texts, contents and ids. `has_values`: contents are more than texts."""
+    contents = _content_keys(rows)
+    texts = _text_keys(rows) if has_values else contents
+    return np.stack([texts, contents, _id_keys(rows)], axis=1)
+
+
+def _text_keys(rows: pa.Table) -> Keys:
+    """[rows]: the keys of what decides their vectors."""
+    names = [name for name in ("text", KNOWN_CONTEXTS) if name in rows.column_names]
+    sources = (
+        zip(*batch.select(names).to_pydict().values(), strict=True) for batch in rows.to_batches()
+    )
+    hashes = (content_hash(text, known) for batch in sources for text, *known in batch)
+    return np.fromiter((int(hash_[:16], 16) for hash_ in hashes), np.uint64, len(rows))
+
+
+def _content_keys(rows: pa.Table) -> Keys:
     hashes = bytes.fromhex("".join(rows["content_hash"].to_pylist()))
-    contents = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
-    ids = np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
-    return np.stack([text_keys(rows) if has_values else contents, contents, ids], axis=1)
+    return np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
+
+
+def _id_keys(rows: pa.Table) -> Keys:
+    return np.array([id_key(name) for name in rows["id"].to_pylist()], np.uint64)
+
+
+def id_key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 def row_set(rows: pa.Table) -> RowSet:
     """These candidates: rows with `id` and `content_hash`."""
-    contents = [hash_key(hash_of_content) for hash_of_content in rows["content_hash"].to_pylist()]
-    ids = [id_key(name) for name in rows["id"].to_pylist()]
-    return RowSet.of(np.array(ids, np.uint64), np.array(contents, np.uint64))
+    return RowSet.of(_id_keys(rows), _content_keys(rows))
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
@@ -175,53 +168,35 @@ def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def text_keys(rows: pa.Table) -> Keys:
-    """[rows]: the keys of what decides their vectors."""
-    names = [name for name in ("text", KNOWN_CONTEXTS) if name in rows.column_names]
-    sources = (
-        zip(*batch.select(names).to_pydict().values(), strict=True) for batch in rows.to_batches()
-    )
-    hashes = (content_hash(text, known) for batch in sources for text, *known in batch)
-    return np.fromiter(map(hash_key, hashes), np.uint64, len(rows))
-
-
-def hash_key(hash_of_content: str) -> int:
-    return int(hash_of_content[:16], 16)
-
-
-def id_key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-
-
 def _stage_pieces(
     draft: Draft,
     task: str,
     pieces: list[Piece],
-    table: CandidateTable,
+    config: EmbedConfig,
     reading: raw.Reading,
     privacy: Privacy,
 ) -> PartsRecord:
     report = ParseReport()
-    names = [*table.columns[2:], *([KNOWN_CONTEXTS] if table.context_column else [])]
+    names = [*config.filter_columns, *([KNOWN_CONTEXTS] if config.context_column else [])]
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in names)])
     parts = list[tuple[str, int]]()
     redacted = 0
     rows_of_pieces = (
-        _rows(uri, table, reading, report, tables.RowGroups(*groups) if groups else None)
+        _rows(uri, config, reading, report, tables.RowGroups(*groups) if groups else None)
         for uri, groups in pieces
     )
-    all_rows = itertools.chain.from_iterable(rows_of_pieces)
-    for number, rows in enumerate(_parts(_grouped(all_rows) if table.context_column else all_rows)):
+    all_rows: Iterator[CandidateRow] = itertools.chain.from_iterable(rows_of_pieces)
+    if config.context_column:
+        all_rows = _grouped(all_rows)
+    for number, rows in enumerate(_parts(all_rows)):
         part = f"{task}-{number:03d}"
         part_table, changed = _table(rows, schema, privacy)
         redacted += changed
-        contents = [hash_key(hash_) for hash_ in part_table["content_hash"].to_pylist()]
-        ids = [id_key(name) for name in part_table["id"].to_pylist()]
         texts = [name for name in ("text", KNOWN_CONTEXTS) if name in part_table.column_names]
         sizes = sum(pc.binary_length(part_table[name]).to_numpy() for name in texts)
-        keys = np.array([text_keys(part_table), contents, ids, sizes], np.uint64).T
+        keys = np.column_stack([_keys(part_table, bool(names)), sizes.astype(np.uint64)])
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(part_table))
-        draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(np.ascontiguousarray(keys)))
+        draft.write_file(f"{_FOLDER}/{part}.npy", npy.to_bytes(keys))
         parts.append((part, len(rows)))
     report.counts.update(redacted_count(redacted))
     return report.close(draft, task, privacy, PartsRecord, parts=parts)
@@ -251,43 +226,29 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
     return pa.table([pa.array(column, pa.string()) for column in columns], schema=schema), redacted
 
 
-def require_columns(
-    files: list[str],
-    columns: tuple[str, ...],
-    reading: raw.Reading,
-    form: tables.TableFormat,
-    context_column: str = "",
-) -> None:
-    """Raises BadInput where one of the first files lacks a column (see `CandidateTable`)."""
-    table = CandidateTable(columns, form, 0, context_column)
-    tables.require_columns(files, table.columns_by_option, reading, form)
-
-
 def _rows(
     uri: str,
-    table: CandidateTable,
+    config: EmbedConfig,
     reading: raw.Reading,
     report: ParseReport,
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
     """The rows that can be candidates; all other rows are counted in `report`."""
-    id_column, text_column, *_ = table.columns
-    columns_by_option, most_bytes = table.columns_by_option, table.max_text_bytes
-    form, context_column = table.form, table.context_column
+    columns, most_bytes = config.columns_by_option, config.max_text_bytes
     records_before = report.records
-    for line, row in tables.read(uri, columns_by_option, reading, report, form=form, groups=groups):
-        sample = f"id {row.get(id_column)!r}: {row.get(text_column)!r}"
+    for line, row in tables.read(uri, columns, reading, report, form=config, groups=groups):
+        sample = f"id {row.get(config.id_column)!r}: {row.get(config.text_column)!r}"
         try:
-            context = _turns(row, context_column) if context_column else ()
+            context = _turns(row, config.context_column) if config.context_column else ()
             cells = {
                 option: _cell(row, option, column)
-                for option, column in columns_by_option.items()
-                if option != _CONTEXT
+                for option, column in columns.items()
+                if option != CONTEXT
             }
         except ValueError as reason:
             report.malformed.add(str(reason), uri, line, sample)
             continue
-        text, name = cells.pop(_TEXT) or "", cells.pop(_ID, None) or ""
+        text, name = cells.pop(TEXT) or "", cells.pop(ID, None) or ""
         if not text.strip():
             report.dropped.add("text is empty", uri, line, sample)
         elif _is_longer(text, most_bytes):
@@ -316,7 +277,7 @@ def _grouped(rows: Iterator[CandidateRow]) -> Iterator[CandidateRow]:
 
 def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
     """The text of a row's cell; raises ValueError with the option's name for what it cannot be."""
-    is_filter_column = option.startswith("embed.filter_columns")
+    is_filter_column = option.startswith(FILTER)
     if column not in row and not is_filter_column:  # JSON lines leave out empty cells
         raise ValueError(f"no column {column}")
     value = row.get(column)
@@ -324,7 +285,7 @@ def _cell(row: dict[str, Any], option: str, column: str) -> str | None:
         cell = tables.filter_text(value) if is_filter_column else tables.cell_text(value)
     except TypeError as kind:
         raise ValueError(f"{option} {column}: {kind}; allowed: text, numbers, dates") from None
-    if option == _ID and not cell:
+    if option == ID and not cell:
         raise ValueError(f"{option} {column}: empty; allowed: text, numbers, dates")
     return cell
 
@@ -339,7 +300,7 @@ def _turns(row: dict[str, Any], column: str) -> Turns:
             turns = [tables.cell_text(value) or ""]
     if not isinstance(turns, list) or not all(map(raw.is_text, turns)):
         raise ValueError(
-            f"{_CONTEXT} {column}: {type(value).__name__}; allowed: text, list of texts"
+            f"{CONTEXT} {column}: {type(value).__name__}; allowed: text, list of texts"
         )
     return tuple(turns) if any(turn.strip() for turn in turns) else ()
 

@@ -10,97 +10,31 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any
 
 from pipeline import storage
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.engine.actors import Actors
 from pipeline.engine.attempts import Work
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import sum_counts
 from pipeline.engine.run import run_tasks_on_actors
-from pipeline.models.precision import Precision, Resolved, numerics_of
+from pipeline.models.precision import Resolved, numerics_of
 from pipeline.models.sources import Source
 from pipeline.pools import candidates
 from pipeline.pools.build_records import CheckRecord, EmbedRecord, GateInputs, PlanRecord
 from pipeline.pools.gate import Canaries, GateConfig, read_canaries
-from pipeline.pools.plan import SHARD_PREFIX, make
-from pipeline.pools.shard import KNOWN_CONTEXTS, ROWS
-from pipeline.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.pools.verdicts import PlanInput, TextQuery
+from pipeline.pools.plan import SHARD_PREFIX, PlanInput, TextQuery, make
+from pipeline.pools.settings import EmbedConfig
 from pipeline.pools.versions import PLAN, Version, files_of_rows
 
 # Each actor holds three shards: one computes while the others are read, checked or written. With a model that
 # only waits, 15.1 s in each actor, 5,000 articles took 23.0 s, with two shards at once 25.1 s.
 _SHARDS_AT_ONCE = 3
 _CANARY_CHARACTERS = 300
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbedConfig(tables.TableFormat):
-    """Which texts are embedded, and how they are divided into shards."""
-
-    GROUP = "embed"
-    text_column: str = "text"
-    """Column with the candidate's text. Where the first file has no `text`, its only column that is called
-    answer, response, positive, reply, completion, output or passage."""
-    id_column: str = "id"
-    """Column with the candidate's id, text or integer; empty: a hash of the text and of its filter
-    columns is the id."""
-    repeated_ids: Literal["stop", "first"] = field(default="stop", metadata=NOT_IDENTITY)
-    """What to do with an id whose rows have different texts: stop, or keep its first row and count the
-    others."""
-    filter_columns: tuple[str, ...] = ()
-    """Columns that searches can filter by. A text with other values in them is another candidate."""
-    context_column: str = ""
-    """Column with a context that the text answers, such as a FAQ's question: text, or a list of turns.
-    Rows with the same text are one candidate, and its vector lies between its text's and its contexts':
-    new contexts find it by both. For bi and convert; one process reads all files."""
-    rows_per_shard: int = 16_384
-    """Rows in a shard at most; a small pool has 16 shards. A killed job loses one shard per actor."""
-    dtype: Dtype = "float32"
-    """The stored type of a vector: float32, bfloat16, float16, or int8 with a scale for each vector."""
-    precision: Precision = "auto"
-    """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it. int8:
-    layers of 8 bits, on CPUs without bf16 faster than float32.
-    Vectors of another precision are not copied from the version before."""
-    neighbours: bool = False
-    """Make an index for approximate searches. It needs faiss-cpu, and a byte for six numbers."""
-    batch_tokens: int = 0
-    """Tokens in a batch at most, padding included; 0: as many as suit the device."""
-    max_text_bytes: int = 1 << 20
-    """Longer texts are set aside."""
-
-    NOT_OF_VECTORS: ClassVar[tuple[str, ...]] = (
-        "text_column", "encoding", "delimiter", "quotes", "id_column", "repeated_ids", "rows_per_shard",
-        "batch_tokens", "max_text_bytes", "filter_columns", "neighbours",
-        "precision",  # what it was on the hardware of then is in the manifest
-    )  # fmt: skip
-    """Settings that say which rows there are, or how they are filed. All others decide a vector: with another
-    value of one, nothing is copied from earlier versions."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.dtype in FILE_DTYPES, "embed.dtype", self.dtype, ", ".join(FILE_DTYPES))
-        require(bool(self.text_column), "embed.text_column", self.text_column, "a column's name")
-        for column in self.filter_columns:
-            reserved = (*ROWS.names, KNOWN_CONTEXTS)
-            require(column not in ("", *reserved), "embed.filter_columns", column,
-                    f"names of columns, but {', '.join(reserved)}")  # fmt: skip
-        require(len(set(self.filter_columns)) == len(self.filter_columns), "embed.filter_columns",
-                self.filter_columns, "each column once")  # fmt: skip
-        require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
-        for name in ("rows_per_shard", "max_text_bytes"):
-            require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that are read: the id's ("": none), the text's, those to filter by."""
-        return (self.id_column, self.text_column, *self.filter_columns)
 
 
 def prepare(
@@ -129,10 +63,7 @@ def prepare(
     if earlier and earlier.asked == gate_inputs:
         return earlier
     began = time.perf_counter()
-    table = candidates.CandidateTable(
-        config.columns, config, config.max_text_bytes, config.context_column
-    )
-    staged = candidates.stage(draft, files, table, reading, privacy)
+    staged = candidates.stage(draft, files, config, reading, privacy)
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts and not dropped:

@@ -32,14 +32,13 @@ from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.models.truncation import truncated_candidates
-from pipeline.pools import build, candidates, verdicts
+from pipeline.pools import build, candidates
 from pipeline.pools.build_records import CheckRecord, EmbedRecord
 from pipeline.pools.gate import KEY_DIGITS, Answers, ShardAnswers, ShardCheck, write_answers
-from pipeline.pools.plan import Slices
+from pipeline.pools.plan import NEW, Slices, read_verdicts
 from pipeline.pools.pool import Pool, known_contexts
 from pipeline.pools.shard import KNOWN_CONTEXTS
 from pipeline.pools.vector_format import Dtype, decode, encode
-from pipeline.pools.verdicts import NEW
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _LOOKED_AT = 200  # rows of a shard, for the count of truncated texts: they are tokenised once more
@@ -175,7 +174,7 @@ class Embedder:
         """
         tables, verdict, places = [], [], []
         for part, start, end in slices:
-            part_verdict, part_places = verdicts.read_verdicts(draft, self._plan, part)
+            part_verdict, part_places = read_verdicts(draft, self._plan, part)
             keep = part_verdict[start:end] >= NEW
             tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
             verdict.append(part_verdict[start:end][keep])

@@ -12,17 +12,11 @@ from pipeline.pools.build_records import PlanRecord
 _PART_REQUESTS, _SHARD_REQUESTS = 8, 5
 
 
-def rows_to_embed(prepared: PlanRecord) -> int:
-    """The number of rows whose vectors cannot be copied."""
-    plan = prepared.plan
-    return plan.rows - (plan.known if prepared.copies else plan.salvaged)
-
-
 def estimate(files: Sequence[str], prepared: PlanRecord, rate: float, cores: int) -> cost.Estimate:
     """`rate`: texts that an actor embeds in a second; `cores`: of an actor, 0: it has a GPU."""
     sizes = [storage.size_of(file) for file in files]
     parts = {part for slices in prepared.plan.shards.values() for part, _, _ in slices}
-    rows = rows_to_embed(prepared)
+    rows = prepared.rows_to_embed
     hours = rows / rate / 3600 if rate else 0.0 if not rows else None
     return cost.Estimate(
         input_files=len(sizes),

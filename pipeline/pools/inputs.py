@@ -16,7 +16,7 @@ from pipeline.corpora.schema import example_files
 from pipeline.models.precision import numerics_of
 from pipeline.models.settings import read_settings
 from pipeline.pools import build
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.settings import EmbedConfig
 from pipeline.storage import fingerprints
 
 

@@ -17,6 +17,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.pools import candidates
 from pipeline.pools.pool import Pool
 from serve.engine import Engine
+from tests.jobs.nights import current, versions
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 
@@ -54,14 +55,6 @@ def test_candidates_that_a_model_reads_not_to_their_end_are_counted(embed, texts
     assert f"pool p: {said} (the longest: {tokens})" in embed(texts).stdout
     write(texts, ["a", "b"])
     assert "are longer than" not in embed(texts, *ALL_MAY_CHANGE).stdout
-
-
-def current(pools: Path) -> str:
-    return (pools / "p" / "CURRENT").read_text().strip()
-
-
-def versions(pools: Path) -> list[str]:
-    return sorted(path.name for path in (pools / "p").glob("v-*"))
 
 
 def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker, tmp_path):
@@ -153,44 +146,30 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
         assert left == []
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("1.jsonl", "has changed while it was read"), ("2.jsonl", "has come while the others were read")],
+)  # fmt: skip
 def test_an_export_that_is_still_being_written_makes_no_version(
-    embed, texts, tmp_path, monkeypatch
+    embed, texts, tmp_path, monkeypatch, name, fault
 ):
-    """It grows after the job has named its contents."""
-    stage = candidates.stage
+    """A file grows, or another one comes, after the job has named the export's contents."""
+    export, stage = tmp_path / "export", candidates.stage
+    export.mkdir()
+    texts.rename(export / "1.jsonl")
 
-    def stage_more(*arguments):
-        with texts.open("a") as file:
+    def stage_and_write(*arguments):
+        with (export / name).open("a") as file:
             file.write('{"id": 9, "text": "text 9"}\n')
         return stage(*arguments)
 
-    monkeypatch.setattr(candidates, "stage", stage_more)
-    done = embed(texts)
-    assert done.code == 1
-    assert f"--candidates {texts}: has changed while it was read" in done.stderr
-    assert versions(tmp_path / "pools") == []
-    monkeypatch.setattr(candidates, "stage", stage)
-    assert embed(texts).summary["counts"]["candidates"] == 10
-
-
-def test_a_folder_that_gets_another_file_while_it_is_read_makes_no_version(
-    embed, texts, tmp_path, monkeypatch
-):
-    (tmp_path / "export").mkdir()
-    texts.rename(tmp_path / "export" / "1.jsonl")
-    later, stage = tmp_path / "export" / "2.jsonl", candidates.stage
-
-    def stage_and_deliver(*arguments):
-        later.write_text('{"id": 9, "text": "text 9"}\n')
-        return stage(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "stage", stage_and_deliver)
-        done = embed(later.parent)
+        patch.setattr(candidates, "stage", stage_and_write)
+        done = embed(export)
     assert done.code == 1
-    assert f"--candidates {later}: has come while the others were read" in done.stderr
+    assert f"--candidates {export / name}: {fault}" in done.stderr
     assert versions(tmp_path / "pools") == []
-    assert embed(later.parent).summary["counts"]["candidates"] == 10
+    assert embed(export).summary["counts"]["candidates"] == 10
 
 
 def test_of_a_truncated_file_it_is_said_that_the_rest_is_missing(embed, tmp_path):

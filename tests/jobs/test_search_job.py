@@ -13,8 +13,8 @@ from pipeline.engine import executors
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
+from pipeline.pools.settings import EmbedConfig
 
 TEXTS = ["Hello there!", "a cat", "trains\nand boats", "the sea in winter", "Why?", "B" * 150]
 

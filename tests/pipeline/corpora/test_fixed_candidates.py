@@ -10,7 +10,7 @@ from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
 from pipeline.engine.draft import Draft
 from pipeline.engine.records import TaskRecord
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.settings import EmbedConfig
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")  # tasks run in this process
 PLAIN = Privacy(redact=False, authors="plain", salt="")

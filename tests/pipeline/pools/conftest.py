@@ -13,7 +13,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.draft import Draft, draft
 from pipeline.pools import candidates
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.settings import EmbedConfig
 
 PRIVACY = Privacy(redact=False, authors="hash", salt="")
 
@@ -28,9 +28,9 @@ def stage_rows(
     columns = ("id", "text", *kept)
     records = (dict(zip(columns, row, strict=True)) for row in rows)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    table = candidates.CandidateTable(columns, EmbedConfig(), 1000)
+    config = EmbedConfig(filter_columns=kept)
     pieces = [(str(file), None)]
-    record = candidates._stage_pieces(out, "file-00000", pieces, table, Reading(), PRIVACY)
+    record = candidates._stage_pieces(out, "file-00000", pieces, config, Reading(), PRIVACY)
     return out, [(name, count) for name, count in record.parts]
 
 

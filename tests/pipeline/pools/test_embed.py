@@ -20,7 +20,6 @@ import torch
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora.file_tasks import ParseReport
-from pipeline.corpora.formats.tables import TableFormat
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.engine.actors import Actors
@@ -31,9 +30,9 @@ from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
 from pipeline.pools import build, candidates, embed, inputs
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.gate import GateConfig
 from pipeline.pools.pool import Pool
+from pipeline.pools.settings import EmbedConfig
 
 PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]
@@ -180,27 +179,28 @@ BAD_RECORDS = [
 
 
 def test_what_cannot_be_a_candidate_is_counted_once_by_reason(make, tmp_path):
-    rows = [*RECORDS, *(row for row, _ in BAD_RECORDS), {"id": "x", "text": "good"}]
+    rows = [*RECORDS, *(row for row, _ in BAD_RECORDS), {"id": "y", "text": "good"}]
     tolerant = Reading(max_malformed_share=0.5)
     pool = make(json_lines(tmp_path / "a.jsonl", rows), repeated_ids="first", reading=tolerant)
-    assert rows_of(pool) == [*((str(row["id"]), row["text"]) for row in RECORDS), ("x", "good")]
+    assert rows_of(pool) == [*((str(row["id"]), row["text"]) for row in RECORDS), ("y", "good")]
     reasons = [reason for _, reason in BAD_RECORDS]
     assert pool.artifact.manifest["dropped"] == {name: reasons.count(name) for name in reasons}
     assert pool.artifact.counts["records"] == len(rows)
 
 
 def test_an_id_of_several_texts_is_refused(make, tmp_path):
-    rows = [*RECORDS, {"id": 3, "text": "text 3"}, {"id": "3", "text": "other"}]
-    with pytest.raises(BadInput) as refused:
-        make(json_lines(tmp_path / "a.jsonl", rows))
-    assert (
-        "embed.id_column id: '3' is the id of several rows with different texts or filter columns"
-        in str(refused.value)
-    )
-    assert "--embed.repeated-ids first" in str(refused.value)
-    # The same row again is no fault, and a text that is dropped does not take its id.
-    rows = [*rows[:-1], {"id": 8, "text": "text 3"}, {"id": 8, "text": "other"}]
-    assert len(make(json_lines(tmp_path / "a.jsonl", rows), name="w")) == 8
+    same = [*RECORDS, {"id": 3, "text": "text 3"}, {"id": 8, "text": "text 3"}]
+    assert len(make(json_lines(tmp_path / "a.jsonl", same))) == 7  # the same row again is no fault
+    # The first row of an id counts, also where another id has its text already.
+    for name in (3, 8):
+        file = json_lines(tmp_path / "b.jsonl", [*same, {"id": str(name), "text": "other"}])
+        with pytest.raises(BadInput) as refused:
+            make(file, name=f"w{name}")
+        assert (
+            f"embed.id_column id: '{name}' is the id of several rows with different texts or filter columns"
+            in str(refused.value)
+        )
+        assert "--embed.repeated-ids first" in str(refused.value)
 
 
 def test_texts_are_redacted_before_they_are_compared_and_hashed(make, tmp_path):
@@ -214,9 +214,7 @@ def test_texts_are_redacted_before_they_are_compared_and_hashed(make, tmp_path):
     file = json_lines(tmp_path / "a.jsonl", rows)
     pool = make(file, filter_columns=("place",))
     assert rows_of(pool) == [("1", "call <phone>"), ("3", "mail <email>"), ("5", "plain")]
-    assert pool.columns_at(0, ["place"]) == {
-        "place": "a@b.io"
-    }  # filters need what they compare with
+    assert pool.rows[0]["place"][0].as_py() == "a@b.io"  # filters need what they compare with
     assert pool.rows[0]["content_hash"][1].as_py() == candidates.content_hash("mail <email>", ["x"])
     assert pool.artifact.counts["texts.redacted"] == 3
     rejected = "".join(path.read_text() for path in Path(pool.artifact.uri, "rejected").iterdir())
@@ -326,7 +324,7 @@ def test_short_floats_have_no_more_digits_than_their_writer_gave_them(make, tmp_
     table = pa.table({"id": [1], "text": ["a"], "share": pa.array([0.1], pa.float32())})
     pq.write_table(table, tmp_path / "a.parquet")
     pool = make(tmp_path / "a.parquet", filter_columns=("share",))
-    assert pool.columns_at(0, ["share"]) == {"share": "0.1"}
+    assert pool.rows[0]["share"].to_pylist() == ["0.1"]
 
 
 def test_a_column_of_lists_with_gaps_is_refused_by_its_name(make, tmp_path):
@@ -383,8 +381,8 @@ def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, n
 def test_a_file_without_rows_among_others_is_noted(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n")
     report = ParseReport()
-    table = candidates.CandidateTable(("id", "text"), TableFormat(), 1000)
-    assert not list(candidates._rows(str(tmp_path / "a.csv"), table, Reading(), report, None))
+    rows = candidates._rows(str(tmp_path / "a.csv"), EmbedConfig(), Reading(), report, None)
+    assert not list(rows)
     assert report.notes == [f"{tmp_path}/a.csv: holds no records"]
 
 

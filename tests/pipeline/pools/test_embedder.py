@@ -21,8 +21,8 @@ from pipeline.pools import candidates, embedder, gate, plan
 from pipeline.pools.build_records import EmbedRecord
 from pipeline.pools.candidates import content_hash
 from pipeline.pools.embedder import Embedder
+from pipeline.pools.plan import PlanInput, TextQuery
 from pipeline.pools.shard import ROWS
-from pipeline.pools.verdicts import PlanInput, TextQuery
 
 from .conftest import stage_rows, write_version_before
 

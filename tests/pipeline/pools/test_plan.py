@@ -16,51 +16,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
-from pipeline.config import from_dict, to_dict
 from pipeline.corpora.raw import Reading
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft, draft
-from pipeline.pools import candidates, plan, verdicts
+from pipeline.engine.records import from_json, to_json
+from pipeline.pools import candidates, plan
 from pipeline.pools.candidates import content_hash
 from pipeline.pools.changes import Changes
-from pipeline.pools.embed import EmbedConfig
-from pipeline.pools.plan import Plan
+from pipeline.pools.plan import NEW, Plan, PlanInput, TextQuery
+from pipeline.pools.settings import EmbedConfig
 from pipeline.pools.shard import ROWS
-from pipeline.pools.verdicts import NEW, PlanInput, TextQuery
 
 from .conftest import PRIVACY, stage_rows, write_version_before
 
 ORIGINAL = content_hash
-Rows = list[tuple[str, str]]
-"""(id, text)"""
+Rows = list[tuple[str, ...]]
+"""(id, text, values to filter by)"""
 
 few = st.tuples(st.sampled_from("123456"), st.sampled_from("abcdef"))
 rows_lists = st.lists(few, min_size=1, max_size=14)
 
 
-def before(folder: Path, rows: Rows) -> list[tuple[str, int]]:
-    """The files of a version's rows, which have distinct ids and texts; two shards."""
+def before(folder: Path, rows: Rows, columns: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+    """The files of a version's rows, which have distinct ids and contents; two shards."""
     kept = one_by_one(rows)[0]
     if not kept:
         return []
-    records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
-    shards = [pa.Table.from_pylist(part, schema=ROWS) for part in (records[:2], records[2:])]
+    schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns)])
+    records = [
+        {
+            "id": i,
+            "text": t,
+            "content_hash": content_hash(t, v),
+            **dict(zip(columns, v, strict=True)),
+        }
+        for i, t, *v in kept
+    ]
+    shards = [pa.Table.from_pylist(part, schema=schema) for part in (records[:2], records[2:])]
     return write_version_before(folder, shards)
 
 
 def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
     """What is kept, and why the rest is dropped."""
-    ids, texts, kept = set(), set(), []
+    ids, contents, kept = set(), set(), []
     dropped = {"the same text again": 0, "the same id again": 0}
-    for name, text in rows:
-        if text in texts:
+    for name, *content in rows:
+        if tuple(content) in contents:
             dropped["the same text again"] += 1
         elif name in ids:
             dropped["the same id again"] += 1
         else:
-            ids.add(name)
-            texts.add(text)
-            kept.append((name, text))
+            contents.add(tuple(content))
+            kept.append((name, *content))
+        ids.add(name)
     return kept, {reason: count for reason, count in dropped.items() if count}
 
 
@@ -75,26 +83,34 @@ class Maker:
         folder.mkdir()
         return folder
 
-    def stage(self, rows: Rows) -> tuple[Draft, list[tuple[str, int]]]:
-        return stage_rows(next(self._folders), rows)
+    def stage(
+        self, rows: Rows, columns: tuple[str, ...] = ()
+    ) -> tuple[Draft, list[tuple[str, int]]]:
+        return stage_rows(next(self._folders), rows, columns)
 
     def __call__(
-        self, rows: Rows, previous: Rows = (), rows_per_shard=1000, texts=0, hashes=()
+        self,
+        rows: Rows,
+        previous: Rows = (),
+        rows_per_shard=1000,
+        texts=0,
+        hashes=(),
+        columns=(),
+        **input,
     ) -> tuple[Plan, Rows, list[int]]:
         """(the plan, the rows of all its shards, their verdicts)"""
-        out, parts = self.stage(rows)
-        sources = PlanInput(parts, before(Path(out.uri).parent, previous))
+        out, parts = self.stage(rows, columns)
+        sources = PlanInput(parts, before(Path(out.uri).parent, previous, columns), **input)
         with executors.in_this_process():
             made = plan.make(out, sources, rows_per_shard, TextQuery(texts, hashes))
-        made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
+        made = from_json(Plan, to_json(made))  # as a record keeps it
         kept, places = [], []
         for slices in made.shards.values():
             for part, start, end in slices:
-                verdict = verdicts.read_verdicts(out, made.name, part)[0][start:end]
-                table = (
-                    candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
-                )
-                kept += zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
+                verdict = plan.read_verdicts(out, made.name, part)[0][start:end]
+                table = candidates.read_rows(out, part).slice(start, end - start)
+                table = table.filter(verdict >= NEW).drop_columns(["content_hash"])
+                kept += zip(*(column.to_pylist() for column in table.columns), strict=True)
                 places += verdict[verdict >= NEW].tolist()
         self.out = out
         return made, kept, places
@@ -141,7 +157,7 @@ def test_a_plan_is_that_of_rows_that_come_one_by_one(make, rows, old, size, coun
     shards = [kept[start : start + size] for start in range(0, len(kept), size)]
     assert list(made.shards) == [f"part-{n:05d}" for n in range(len(shards))]
     for slices, shard in zip(made.shards.values(), shards, strict=True):
-        found = [verdicts.read_verdicts(make.out, made.name, part)[0][a:b] for part, a, b in slices]
+        found = [plan.read_verdicts(make.out, made.name, part)[0][a:b] for part, a, b in slices]
         assert int((np.concatenate(found) >= NEW).sum()) == len(shard)
     # Texts are chosen by their hashes, and looked for by them.
     texts = sorted((text for _, text in kept), key=content_hash)
@@ -159,39 +175,19 @@ valued_lists = st.lists(valued, min_size=1, max_size=14)
 @settings(max_examples=10)  # each plans a pool, in 50 to 150 ms
 @given(valued_lists, valued_lists, st.booleans())
 def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, same_columns):
-    def contents_of(rows_of_three):
-        return [(name, (text, value)) for name, text, value in rows_of_three]
-
-    was, expected = (one_by_one(contents_of(some))[0] for some in (old, rows))
-    folder = make.new_folder()
-    schema = ROWS.append(pa.field("kind", pa.string()))
-    records = [
-        {"id": i, "text": t, "content_hash": content_hash(t, [v]), "kind": v} for i, (t, v) in was
-    ]
-    out, parts = stage_rows(folder, rows, ("kind",))
-    files = write_version_before(folder, [pa.Table.from_pylist(records, schema)])
-    sources = PlanInput(parts, files, same_columns=same_columns)
-    with executors.in_this_process():
-        made = plan.make(out, sources, 1000, TextQuery(texts=9))
-    verdict = np.concatenate([verdicts.read_verdicts(out, made.name, name)[0] for name, _ in parts])
-    kept = [
-        row for row, place in zip(contents_of(rows), verdict.tolist(), strict=True) if place >= NEW
-    ]
-    assert kept == expected
-    places = {text: place for place, (_, (text, _)) in reversed(list(enumerate(was)))}
-    assert [place for place in verdict.tolist() if place >= NEW] == [
-        places.get(text, NEW) for _, (text, _) in expected
-    ]
-    before_by_id, now_by_id = dict(was), dict(expected)
-    ids = before_by_id.keys() & now_by_id.keys()
-    same = sum(
-        before_by_id[name] == now_by_id[name]
-        if same_columns
-        else before_by_id[name][0] == now_by_id[name][0]
-        for name in ids
+    made, kept, places_before = make(
+        rows, old, texts=9, columns=("kind",), same_columns=same_columns
     )
+    was = one_by_one(old)[0]
+    assert kept == one_by_one(rows)[0]
+    places = {text: place for place, (_, text, _) in reversed(list(enumerate(was)))}
+    assert places_before == [places.get(text, NEW) for _, text, _ in kept]
+    compared = slice(1, 3 if same_columns else 2)
+    before_by_id, now_by_id = ({row[0]: row[compared] for row in some} for some in (was, kept))
+    ids = before_by_id.keys() & now_by_id.keys()
+    same = sum(before_by_id[name] == now_by_id[name] for name in ids)
     assert (made.changes.same, made.changes.changed) == (same, len(ids) - same)
-    assert list(made.first) == sorted({text for _, (text, _) in expected}, key=content_hash)
+    assert list(made.first) == sorted({text for _, text, _ in kept}, key=content_hash)
 
 
 def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
@@ -217,10 +213,10 @@ def test_known_contexts_count_in_the_bytes_of_a_shard(tmp_path):
     out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
     rows = [{"text": "yes", "question": "is it?"}, {"text": "no", "question": "was it so?"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    table = candidates.CandidateTable(("", "text"), EmbedConfig(), 1000, "question")
+    config = EmbedConfig(id_column="", context_column="question")
     pieces = [(str(tmp_path / "rows.jsonl"), None)]
-    record = candidates._stage_pieces(out, "file-00000", pieces, table, Reading(), PRIVACY)
-    sizes = candidates.read_keys(out, record.parts[0][0])[:, candidates.BYTES]
+    record = candidates._stage_pieces(out, "file-00000", pieces, config, Reading(), PRIVACY)
+    sizes = candidates.read_keys(out, record.parts[0][0])[:, candidates.KEYS.index("size")]
     assert sizes.tolist() == [len('yes[["is it?"]]'), len('no[["was it so?"]]')]
 
 
@@ -270,7 +266,7 @@ def test_of_the_version_before_ids_and_hashes_are_read_and_no_texts(tmp_path, mo
     monkeypatch.setattr(storage, "open_input", lambda uri: pa.PythonFile(Counted(data), "r"))
     texts, contents, ids = candidates.read_published_keys("somewhere.arrow").T
     assert texts.tolist() == contents.tolist()
-    assert texts.tolist() == [candidates.hash_key(row["content_hash"]) for row in records]
+    assert texts.tolist() == [int(row["content_hash"][:16], 16) for row in records]
     assert ids.tolist() == [candidates.id_key(row["id"]) for row in records]
     assert sum(read) < len(data) / 10
 
@@ -287,9 +283,8 @@ def test_keys_of_texts_are_those_of_a_pool_without_columns_to_filter_by(tmp_path
     files = write_version_before(tmp_path, tables)
     keys, keys_with_values = (candidates.read_published_keys(file) for file, _ in files)
     assert keys.shape == keys_with_values.shape == (3, 3)
-    for column in (candidates.TEXT_KEY, candidates.ID_KEY):
-        assert keys[:, column].tolist() == keys_with_values[:, column].tolist()
-    assert len(set(keys_with_values[:, candidates.CONTENT_KEY].tolist())) == 3
+    assert keys[:, ::2].tolist() == keys_with_values[:, ::2].tolist()  # of texts and ids
+    assert len(set(keys_with_values[:, candidates.KEYS.index("content")].tolist())) == 3
 
 
 ROWS_OF_TWO_ROUNDS = [("1", "a"), ("1", "b"), ("2", "b"), ("3", "c"), ("4", "a"), ("5", "d")]
@@ -306,7 +301,7 @@ def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
     (folder / "old").mkdir()
     files, files_before = before(folder, rows), before(folder / "old", old)
     with executors.in_this_process():
-        found = verdicts.compare(out, files, files_before)
+        found = plan.compare(out, files, files_before)
     assert found == Changes(
         new=len(now.keys() - was.keys()),
         changed=sum(was.get(name, text) != text for name, text in now.items()),
@@ -325,20 +320,20 @@ def test_a_small_pool_is_planned_in_the_process_of_the_driver(make, monkeypatch)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     assert plan.make(out, sources, 10, TextQuery()).rows == 4
-    assert verdicts.is_small(sources.candidates, sources.before)
+    assert plan.is_small(sources.candidates, sources.before)
 
 
 @pytest.mark.long  # 8 s on two slow cores; test_run.py has tasks of a cluster
 def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "_SMALL_ROWS", 0)
+    monkeypatch.setattr(plan, "_SMALL_ROWS", 0)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     on_cluster = plan.make(out, sources, 10, TextQuery(3))
     expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
-    on_cluster_read = from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster))))
+    on_cluster_read = from_json(Plan, to_json(on_cluster))
     assert on_cluster_read == replace(expected, name=on_cluster.name)  # of files elsewhere
     assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
-    found = [verdicts.read_verdicts(out, on_cluster.name, part)[0] for part, _ in parts]
+    found = [plan.read_verdicts(out, on_cluster.name, part)[0] for part, _ in parts]
     assert [place for place in np.concatenate(found).tolist() if place >= NEW] == places
 
 
@@ -348,7 +343,7 @@ def test_places_in_the_version_to_copy_from_stand_beside_the_verdicts(make):
     files = [before(make.new_folder(), [(name, name) for name in names]) for names in ("ab", "xcb")]
     with executors.in_this_process():
         made = plan.make(out, PlanInput(parts, *files), 10, TextQuery())
-    columns = zip(*(verdicts.read_verdicts(out, made.name, part) for part, _ in parts), strict=True)
+    columns = zip(*(plan.read_verdicts(out, made.name, part) for part, _ in parts), strict=True)
     verdict, places = (np.concatenate(column).tolist() for column in columns)
     assert (verdict, places) == ([0, 1, NEW, NEW], [NEW, 2, 1, NEW])
     assert (made.known, made.salvaged) == (2, 2)
@@ -370,4 +365,4 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
         asked = plan.make(out, newer, 10, TextQuery(1, [content_hash("a")[:16]]))
     assert made.known == asked.known == 1
     assert (len(asked.first), len(asked.present)) == (1, 1)
-    assert verdicts.read_verdicts(out, made.name, parts[0][0])[0].tolist() == [NEW, 0]
+    assert plan.read_verdicts(out, made.name, parts[0][0])[0].tolist() == [NEW, 0]

@@ -17,9 +17,9 @@ from pipeline.engine import draft as drafts
 from pipeline.engine.draft import Draft, draft
 from pipeline.models.precision import NUMERICS
 from pipeline.pools import lock, versions
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.lock import lease
 from pipeline.pools.pool import make_current
+from pipeline.pools.settings import EmbedConfig
 
 DAY = 86_400
 

@@ -12,7 +12,7 @@ from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.formats.pairs import Options
 from pipeline.corpora.raw import Reading
-from pipeline.pools.embed import EmbedConfig
+from pipeline.pools.settings import EmbedConfig
 from tests import helpers
 
 TEXT = "context,response\r\nwas kostet das café ?,drei euro fünfzig\r\nund der tee ?,zwei\r\n"
