@@ -82,6 +82,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline.models import inference
     from pipeline.ranking.ranker import Ranker
+    from pipeline.ranking.results import results_at
     from pipeline.search import rerank, top_rows, weights_of_vectors
 
     ranker = Ranker.load(model.uri, config.precision, device=config.device)
@@ -98,19 +99,11 @@ def run(config: Config) -> program.Summary:
             vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
         with _timed("search", milliseconds):
             hits = top_rows(pool, vectors_1MD, count, mask_1M, *options)
-    results = []
-    for place, score in zip(hits.places[0].tolist(), hits.scores[0].tolist(), strict=True):
-        weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
-        row = pool.row(place)
-        results.append(
-            {
-                "id": row.id,
-                "score": score,
-                "text": row.text,
-                "columns": pool.columns_at(place, pool.filter_columns),
-                "vectors": _heaviest(weights),
-            }
-        )
+    results: list[dict[str, Any]] = []
+    for hit in results_at(pool, hits.places[0], hits.scores[0]):
+        weights = weights_of_vectors(pool, hit.index, vectors_1MD[0], mask_1M[0], attention)
+        facts = {name: getattr(hit, name) for name in ("id", "score", "text", "columns")}
+        results.append({**facts, "vectors": _heaviest(weights)})
     if cross:
         texts = [result["text"] for result in results]
         scale = ranker.module.loss_scale

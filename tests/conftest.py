@@ -6,6 +6,7 @@ import fcntl
 import functools
 import gc
 import inspect
+import itertools
 import json
 import os
 import secrets
@@ -37,6 +38,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 import mlflow
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import settings
@@ -59,6 +61,8 @@ from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.pools import build
+from pipeline.pools.settings import EmbedConfig
+from pipeline.pools.shard import ROWS
 from pipeline.pools.vector_format import encode
 from pipeline.training import estimate, tokenized_corpus
 from pipeline.training.settings import TOKENS, TokenizeConfig
@@ -389,18 +393,32 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
 
 @pytest.fixture(scope="session")
 def publish_pool() -> Callable[..., Artifact]:
-    """`publish_pool(draft, [(rows, vectors), …], dtype="int8")`: the shards of a pool, without Ray."""
+    """`publish_pool(uri, rows, vectors [N, D], [5, 7], model=…)`: a pool in shards that begin at rows 0, 5
+    and 7, without Ray. `rows`: a table, or ids, which are the texts as well."""
 
-    def publish(out: Draft, parts, dtype="float32", neighbours=False) -> Artifact:
-        entries, names = [], [f"part-{number:05d}" for number in range(len(parts))]
-        for name, (rows, vectors_ND) in zip(names, parts, strict=True):
-            entries += build.write_shard(out, name, rows, encode(vectors_ND, dtype))
-        width = parts[0][1].shape[1] if parts else 4
+    def publish(
+        uri,
+        rows,
+        vectors_ND,
+        cuts=(),
+        dtype="float32",
+        neighbours=False,
+        config=None,
+        **inputs,
+    ) -> Artifact:
+        out = draft(str(uri), "pool", config or EmbedConfig(), inputs)
+        assert isinstance(out, Draft)
+        table = rows if isinstance(rows, pa.Table) else pa.table([rows, rows, rows], ROWS)
+        shards = [pair for pair in itertools.pairwise([0, *cuts, len(table)]) if pair[0] < pair[1]]
+        entries, names = [], [f"part-{number:05d}" for number in range(len(shards))]
+        for name, (start, end) in zip(names, shards, strict=True):
+            layer = encode(vectors_ND[start:end], dtype)
+            entries += build.write_shard(out, name, table[start:end], layer)
+        width = vectors_ND.shape[1]
         with executors.in_this_process():
             more, statistics = build.index(out, names, width, neighbours)
         facts = {"dimensions": width, "dtype": dtype, "statistics": statistics}
-        candidates = sum(len(rows) for rows, _ in parts)
-        return out.publish([*entries, *more], {"candidates": candidates}, **facts)
+        return out.publish([*entries, *more], {"candidates": len(table)}, **facts)
 
     return publish
 

@@ -279,45 +279,31 @@ class Pool:
 
     def row(self, place: int) -> PoolRow:
         """The candidate at a place from 0 to len - 1."""
-        table, number = self._table_at(place)
-        return PoolRow(table["id"][number].as_py(), table["text"][number].as_py())
+        shard = bisect_right(self.ends, place)
+        rows, number = self.shards[shard].rows, place - (self.ends[shard - 1] if shard else 0)
+        return PoolRow(rows["id"][number].as_py(), rows["text"][number].as_py())
 
     def canaries(self, count: int) -> list[Canary]:
         """So many candidates, spread over the pool; all, if it has no more."""
         places = np.unique(np.linspace(0, len(self) - 1, min(len(self), count)).astype(np.int64))
-        canaries = list[Canary]()
-        for place, vector_D in zip(places.tolist(), self.vectors_at(places), strict=True):
-            table, number = self._table_at(place)
-            contexts = known_contexts(table.slice(number, 1))
-            canaries.append(Canary(*self.row(place), contexts[0] if contexts else [], vector_D))
-        return canaries
+        has_contexts = self.shards and KNOWN_CONTEXTS in self.rows[0].column_names
+        columns = ("id", "text", *((KNOWN_CONTEXTS,) if has_contexts else ()))
+        return [
+            Canary(row["id"], row["text"], json.loads(row.get(KNOWN_CONTEXTS, "[]")), vector_D)
+            for row, vector_D in zip(
+                self.rows_at(places, columns), self.vectors_at(places), strict=True
+            )
+        ]
 
-    def columns_at(self, place: int, names: Sequence[str]) -> dict[str, str]:
-        """Further columns of the candidate at a place."""
-        table, number = self._table_at(place)
-        return {name: table[name][number].as_py() for name in names}
-
-    def rows_at(self, places: Ints, columns: Sequence[str] = ()) -> list[dict[str, str]]:
-        """id, text and further columns of the candidates at places in any order."""
+    def rows_at(
+        self, places: Ints, columns: Sequence[str] = ("id", "text")
+    ) -> list[dict[str, str]]:
+        """Some columns of the candidates at places in any order."""
         order = np.argsort(places)
         rows: list[dict[str, str]] = []
         for shard, shard_places in self._split_by_shard(places[order]):
-            rows += (
-                shard.rows.select(["id", "text", *columns]).take(pa.array(shard_places)).to_pylist()
-            )
+            rows += shard.rows.select(columns).take(pa.array(shard_places)).to_pylist()
         return [rows[place] for place in np.argsort(order).tolist()]
-
-    def _table_at(self, place: int) -> tuple[pa.Table, int]:
-        shard = bisect_right(self.ends, place)
-        return self.shards[shard].rows, place - (self.ends[shard - 1] if shard else 0)
-
-    def ids_at(self, places: Ints) -> list[str]:
-        """The ids at ascending places."""
-        parts = [
-            s.rows["id"].take(pa.array(shard_places))
-            for s, shard_places in self._split_by_shard(places)
-        ]
-        return [name for part in parts for name in part.to_pylist()]
 
     def vectors_at(self, places: Ints) -> Floats:
         """The vectors [N, D] at N ascending places, float32."""

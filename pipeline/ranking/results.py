@@ -67,7 +67,7 @@ def results_at(pool: Pool, places_K: Ints, scores_K: Floats, first: int = 0) -> 
     """The candidates at these places of a pool, in the order of the places. `first`: the place of the open
     part's first row in the whole pool, which the results name."""
     names = pool.filter_columns
-    rows = pool.rows_at(places_K, names)
+    rows = pool.rows_at(places_K, ("id", "text", *names))
     return [
         Result(first + place, row["id"], row["text"], score, {name: row[name] for name in names})
         for place, score, row in zip(places_K.tolist(), scores_K.tolist(), rows, strict=True)

@@ -230,7 +230,6 @@ class _TopK:
         self._scores: Floats = np.empty(0, np.float32)
         self.reach = np.float32(-np.inf)
         """No row with a lower score, or bound, belongs to the top k."""
-        self._taken: Ints = np.empty(0, np.int64)
 
     @property
     def is_of_whole_pool(self) -> bool:
@@ -252,13 +251,17 @@ class _TopK:
             self._places = places
 
     def take(self, places: Ints) -> None:
-        """Considers rows of which no bounds are known."""
-        self._taken = places
-        self._score(np.sort(places))
+        """Considers rows that were not considered before."""
+        places = np.sort(places)
+        scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
+        self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
+
+    def restart(self) -> None:
+        """Considers no row so far, but knows what is too low for the top k."""
+        self._places, self._scores = self._places[:0], self._scores[:0]
 
     def take_scores(self, scores_N: Floats) -> None:
-        """Considers all rows of the pool, whose scores by a `scorer` are known, and none of those before."""
-        self._places, self._scores = self._places[:0], self._scores[:0]
+        """Considers all rows of the pool, whose scores by a `scorer` are known."""
         places = np.arange(len(scores_N)) if self._among is None else np.flatnonzero(self._among)
         self._add(places, scores_N if self._among is None else scores_N[places])
 
@@ -266,19 +269,17 @@ class _TopK:
         """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
         if self._among is not None:
             bounds_N[~self._among[start : start + len(bounds_N)]] = -np.inf
-        taken_offsets = self._taken - start
-        bounds_N[taken_offsets[(taken_offsets >= 0) & (taken_offsets < len(bounds_N))]] = -np.inf
         if not self.reach > -np.inf:
             seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self._top_k))
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
-            self._score(seeds + start)
+            self.take(seeds + start)
             bounds_N[seeds] = -np.inf
         offsets = _open_rows(self.reach, bounds_N)
         # The most promising rows first: they show that others are not needed.
         order = np.argsort(-bounds_N[offsets], kind="stable")
         for part in _split(offsets[order], _OPEN_ROWS):
             part = part[~(bounds_N[part] < self.reach)]
-            self._score(np.sort(part) + start)
+            self.take(part + start)
 
     def best(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
@@ -288,15 +289,10 @@ class _TopK:
         order = np.argsort(-scores)
         ordered = scores[order]
         if (ordered[1:] == ordered[:-1]).any():
-            ids = self._pool.ids_at(places)
-            order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
+            rows = self._pool.rows_at(places, ("id",))
+            order = np.array(sorted(range(len(rows)), key=lambda n: (-scores[n], rows[n]["id"])))
         best = order[: self._top_k]
         return places[best], scores[best]
-
-    def _score(self, places: Ints) -> None:
-        """Considers rows at ascending places."""
-        scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
-        self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
 
     def _exact_scores_at(self, places: Ints) -> Floats:
         return exact_scores(self._pool.layer_at(places, "vectors"), self.vectors_MD, self.scale)
@@ -313,7 +309,8 @@ class _TopK:
             # What rounds to the same float32 as the last one is tied with it.
             (error,) = self.scorer.errors
             error += abs(kth_score) * 2.0**-22 if np.isfinite(kth_score) else 0.0
-            self.reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
+            reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
+            self.reach = max(self.reach, reach)
             is_near = ~(scores < kth_score - 2 * error)
             places, scores = places[is_near], scores[is_near]
         self._places, self._scores = places, scores
@@ -321,6 +318,8 @@ class _TopK:
 
 def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
     """Offers all rows of the pool to some contexts."""
+    for top in tops:  # a prefilter may have found rows, which the pool has again
+        top.restart()
     contexts = [top.vectors_MD for top in tops]
     forms = FORMS.get(method, _ALL)
     form = forms[0] if len(forms) == 1 else fastest_form(pool, contexts, forms)

@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.corpora.report import text
 from pipeline.engine.draft import Draft, draft
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.shard import ROWS
 from pipeline.training.tokenizer import TokenizerConfig
 from tests.helpers import rows_of
@@ -81,10 +80,8 @@ def pool(publish_pool, tiny_ranker, tmp_path) -> str:
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1) * lengths
     ids = [f"t{n}" for n in range(8)]
     table = pa.table([ids, [f"text {n}" for n in range(8)], ids], ROWS)
-    uri, inputs = str(tmp_path / "pools" / "p" / "v"), {"model": tiny_ranker("poly")}
-    out = draft(uri, "pool", EmbedConfig(), inputs)
-    matrix = vectors.astype(np.float32)
-    return publish_pool(out, [(table[:5], matrix[:5]), (table[5:], matrix[5:])]).uri
+    uri, matrix = tmp_path / "pools" / "p" / "v", vectors.astype(np.float32)
+    return publish_pool(uri, table, matrix, [5], model=tiny_ranker("poly")).uri
 
 
 def test_a_pool_is_shown(run_job_here, pool, tiny_ranker):

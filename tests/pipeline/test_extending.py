@@ -17,13 +17,10 @@ from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
-from pipeline.engine.draft import draft
 from pipeline.models import inference, losses, ranker, settings
 from pipeline.models.heads import BiEncoder
 from pipeline.models.ranker import load_ranker
-from pipeline.pools.candidates import content_hash
-from pipeline.pools.pool import KIND, Pool
-from pipeline.pools.shard import ROWS
+from pipeline.pools.pool import Pool
 from pipeline.search import exact, search
 from pipeline.training.objectives import PairModule
 from pipeline.training.settings import Distillation, FinetuneConfig
@@ -144,10 +141,7 @@ def test_a_search_method(tmp_path, publish_pool, monkeypatch):
     rng = np.random.default_rng(0)
     vectors_ND = rng.standard_normal((300, 8)).astype(np.float32)
     ids = [f"{n:03}" for n in range(300)]
-    rows = pa.table([ids, ids, list(map(content_hash, ids))], schema=ROWS)
-    out = draft(str(tmp_path / "p" / "v-1"), KIND, Distillation(), {})
-    publish_pool(out, [(rows, vectors_ND)])
-    pool = Pool.open(str(tmp_path / "p" / "v-1"))
+    pool = Pool.open(publish_pool(tmp_path / "p" / "v-1", ids, vectors_ND).uri)
 
     monkeypatch.setitem(exact.PREFILTERS, "first", lambda pool, vectors_MD, top_k: np.arange(20))
     query_MD = rng.standard_normal((1, 8)).astype(np.float32)

@@ -21,7 +21,6 @@ from jobs import classify_intents, embed_pool
 from pipeline.artifact import Artifact
 from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig
-from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import make_current
@@ -70,15 +69,10 @@ def tiny_pool(
         uri = str(pools / name / "v-1")
         config = embed_pool.Config(model=model_uri, candidates=(), pools=str(pools), name=name)
         model = {"uri": model_uri, "kind": "ranker", "fingerprint": fingerprint}
-        out = draft(uri, "pool", config, {"model": model})
-        ranker = load_ranker(Path(model_uri))
-        items = list(REPLIES.items())
-        parts = []
-        for part in (items[:5], items[5:]):
-            rows = [{"id": key, "text": text, "content_hash": text} for key, text in part]
-            vectors = inference.candidate_vectors(ranker, [text for _, text in part]).numpy()
-            parts.append((pa.Table.from_pylist(rows, schema=ROWS), vectors))
-        publish_pool(out, parts)
+        texts = list(REPLIES.values())
+        vectors = inference.candidate_vectors(load_ranker(Path(model_uri)), texts).numpy()
+        table = pa.table([list(REPLIES), texts, texts], ROWS)
+        publish_pool(uri, table, vectors, [5], config=config, model=model)
         make_current(str(pools), name, "v-1")
         return str(pools / name)
 

@@ -16,19 +16,16 @@ from typing import Any
 import fsspec
 import mlflow
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
-from jobs import embed_pool
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.engine.draft import draft
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.lock import is_leased
-from pipeline.pools.shard import ROWS, PoolPart
+from pipeline.pools.shard import PoolPart
 from pipeline.storage import node_cache
 from serve import app
 from serve.batcher import Batch, Batcher
@@ -148,12 +145,10 @@ for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").
 
 def test_processes_share_the_pages_of_a_pool(publish_pool, tmp_path):
     """Each counts half of them (PSS); nothing is copied."""
-    config = embed_pool.Config(model="m", candidates=(), pools=str(tmp_path), name="replies")
-    out = draft(str(tmp_path / "replies" / "v-1"), "pool", config, {"model": {"fingerprint": "m"}})
-    rows = [{"id": str(at), "text": "x", "content_hash": "x"} for at in range(4_096)]
     vectors = np.random.default_rng(0).normal(size=(4_096, 256)).astype(np.float32)
-    publish_pool(out, [(pa.Table.from_pylist(rows, schema=ROWS), vectors)])
-    command = [sys.executable, "-c", SHARED_BYTES, str(tmp_path / "replies" / "v-1")]
+    uri = tmp_path / "replies" / "v-1"
+    publish_pool(uri, list(map(str, range(4_096))), vectors, model={"fingerprint": "m"})
+    command = [sys.executable, "-c", SHARED_BYTES, str(uri)]
     replicas = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -18,7 +18,6 @@ import torch
 from fastapi.testclient import TestClient
 
 from jobs import embed_pool
-from pipeline.engine.draft import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.pools.pool import make_current
@@ -73,13 +72,12 @@ def faq(tiny_ranker, publish_pool, asking, tmp_path_factory) -> Asking:
     model = tiny_ranker("bi")
     ranker, pools = load_ranker(model.local()), tmp_path_factory.mktemp("pools")
     config = embed_pool.Config(model=model.uri, candidates=(), pools=str(pools), name="faq")
-    out = draft(str(pools / "faq" / "v-1"), "pool", config, {"model": model})
     texts, contexts = zip(*ANSWERS.values(), strict=True)
     vectors = inference.candidate_vectors(ranker, texts)
     turned = inference.toward_contexts(ranker, vectors, contexts).numpy()
     columns = {"id": list(ANSWERS), "text": texts, "content_hash": texts,
                "known_contexts": list(map(json.dumps, contexts))}  # fmt: skip
-    publish_pool(out, [(pa.table(columns), turned)])
+    publish_pool(pools / "faq" / "v-1", pa.table(columns), turned, config=config, model=model)
     make_current(str(pools), "faq", "v-1")
     asked = asking(model, str(pools / "faq"))
     asked.engine.encode_known_contexts()

@@ -11,13 +11,12 @@ import torch
 
 from jobs import embed_pool
 from pipeline.artifact import Artifact
-from pipeline.engine.draft import draft
 from pipeline.models.interop import sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import make_current
+from pipeline.pools.settings import EmbedConfig
 from pipeline.pools.shard import ROWS
 from pipeline.ranking.ranker import Ranker
 from tests.helpers import computing_in_fp32
@@ -68,13 +67,13 @@ def made(
     )
     ranker = Ranker.load(folder / "rankers" / "poly", "fp32")
     model = {"uri": ranker.uri, "kind": "ranker", "fingerprint": ranker.fingerprint}
-    out = draft(str(pools / "replies" / "v-1"), "pool", config, {"model": model})
     rows = [
         {"id": key, "text": text, "content_hash": text, "topic": topic}
         for key, (text, topic) in REPLIES.items()
     ]
     table = pa.Table.from_pylist(rows, schema=ROWS.append(pa.field("topic", pa.string())))
-    publish_pool(out, [(table, ranker.encode_candidates([row["text"] for row in rows]))])
+    vectors = ranker.encode_candidates([row["text"] for row in rows])
+    publish_pool(pools / "replies" / "v-1", table, vectors, config=config, model=model)
     make_current(str(pools), "replies", "v-1")
     return folder
 

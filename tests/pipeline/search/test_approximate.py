@@ -6,17 +6,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from pipeline import storage
 from pipeline.config import BadInput
-from pipeline.engine.draft import Draft, draft
 from pipeline.pools import build
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
-from pipeline.pools.shard import ROWS, PoolPart
+from pipeline.pools.shard import PoolPart
 from pipeline.search import approximate, search, top_rows
 from pipeline.search.exact import FORMS
 from pipeline.storage import node_cache
@@ -31,14 +28,8 @@ def publish(tmp_path_factory, publish_pool):
     def run(rows_ND, size: int, neighbours: bool = True) -> Pool:
         rows_ND = np.asarray(rows_ND, np.float32)
         folder = tmp_path_factory.mktemp("approximate") / "p" / f"v{len(rows_ND)}"
-        out = draft(str(folder), "pool", EmbedConfig(), {})
-        assert isinstance(out, Draft)
-        parts = []
-        for start in range(0, len(rows_ND), size):
-            vectors = rows_ND[start : start + size]
-            ids = [f"id{n}" for n in range(start, start + len(vectors))]
-            parts.append((pa.table([ids, ids, ids], ROWS), vectors))
-        return Pool.open(publish_pool(out, parts, neighbours=neighbours).uri)
+        ids, cuts = [f"id{n}" for n in range(len(rows_ND))], range(size, len(rows_ND), size)
+        return Pool.open(publish_pool(folder, ids, rows_ND, cuts, neighbours=neighbours).uri)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_PART_SHARDS", 3)

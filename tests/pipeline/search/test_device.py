@@ -19,13 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.engine.draft import draft
 from pipeline.pools import device_rows
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
-from pipeline.pools.shard import ROWS
 from pipeline.search import device as module
 from pipeline.search import device_scores, top_rows
 from pipeline.search.device_scores import Contexts, Scorer, error_bounds, sensitivity
@@ -387,16 +383,8 @@ def test_the_kernel_compiles_for_a_hopper_gpu_and_uses_its_tensor_cores():
 
 @pytest.fixture
 def pool_uri(tmp_path, publish_pool) -> str:
-    import pyarrow as pa
-
-    model = Artifact("models/mine", {"kind": "ranker", "fingerprint": "aaaa"})
-    out = draft(str(tmp_path / "p" / "v1"), "pool", EmbedConfig(), {"model": model})
-    rng = np.random.default_rng(10)
-    parts = []
-    for size in (30, 1, 20):
-        ids = [f"id{len(parts)}-{n}" for n in range(size)]
-        parts.append((pa.table([ids, ids, ids], ROWS), np.float32(rng.normal(size=(size, 6)))))
-    return publish_pool(out, parts).uri
+    ids, rows = [f"id{n}" for n in range(51)], np.random.default_rng(10).normal(size=(51, 6))
+    return publish_pool(tmp_path / "p" / "v1", ids, np.float32(rows), [30, 31]).uri
 
 
 @pytest.mark.parametrize("device", DEVICES)

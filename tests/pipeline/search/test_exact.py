@@ -24,8 +24,8 @@ FORMS = [("exact", "scores"), ("exact", "vectors"), ("pruned", "sketch")]
 DTYPES = list(FILE_DTYPES)
 
 
-def pool_of(rows_ND, cuts=(), dtype="float32") -> Pool:
-    """A pool in memory, in shards that begin at `cuts`; the id of row 3 is "id3"."""
+def pool_of(rows_ND, cuts=(), dtype="float32", **columns) -> Pool:
+    """A pool in memory, in shards that begin at `cuts`; the id of row 3 is "id3". `columns`: to filter by."""
     rows_ND = np.asarray(rows_ND, np.float32)
     rotation = fit_rotation(rows_ND)
     shards, edges = [], [0, *sorted(cuts), len(rows_ND)]
@@ -33,7 +33,10 @@ def pool_of(rows_ND, cuts=(), dtype="float32") -> Pool:
         ids = [f"id{n}" for n in range(start, end)]
         layer = encode(rows_ND[start:end], dtype)
         about = sketch(decode(layer, np.float64), rotation)
-        shards.append(Shard(pa.table([ids, ids, ids], ROWS), layer, about))
+        table = pa.table([ids, ids, ids], ROWS)
+        for name, values in columns.items():
+            table = table.append_column(name, pa.array(values[start:end], pa.string()))
+        shards.append(Shard(table, layer, about))
     facts = {"dimensions": rows_ND.shape[1], "dtype": dtype}
     return Pool(Artifact("memory", facts), "pool", "v", tuple(shards), rotation, tuple(edges[1:]))
 
@@ -236,9 +239,9 @@ def test_rows_of_the_same_vector_stand_in_the_order_of_their_ids_wherever_they_l
 def scored(monkeypatch):
     """How many rows were scored in full, call by call."""
     sizes: list[int] = []
-    score = module._TopK._score
-    monkeypatch.setattr(module._TopK, "_score",
-                        lambda self, places: sizes.append(len(places)) or score(self, places))  # fmt: skip
+    take = module._TopK.take
+    monkeypatch.setattr(module._TopK, "take",
+                        lambda self, places: sizes.append(len(places)) or take(self, places))  # fmt: skip
     return sizes
 
 

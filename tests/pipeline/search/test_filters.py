@@ -1,31 +1,24 @@
-"""Rows that a search may answer with, from the file of candidates to the answer."""
+"""Rows that a search may answer with."""
 
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.engine.draft import draft
-from pipeline.pools.embed import EmbedConfig
 from pipeline.pools.pool import Pool
-from pipeline.pools.shard import ROWS
+from pipeline.pools.settings import EmbedConfig
 from pipeline.search import search
 from pipeline.search.filters import select
+from tests.pipeline.search.test_exact import pool_of
 
 KINDS = ["shoe", "shoe", "hat", None, "hat", "coat"]
-SCHEMA = pa.schema([*ROWS, pa.field("kind", pa.string()), pa.field("size", pa.string())])
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory, publish_pool) -> Pool:
+def pool() -> Pool:
     """Rows id0 to id5, of one number each, 0 to 5, in two shards."""
-    out = draft(str(tmp_path_factory.mktemp("filters") / "p" / "v"), "pool", EmbedConfig(), {})
-    ids = [f"id{n}" for n in range(6)]
-    table = pa.table([ids, ids, ids, KINDS, ["1", "2"] * 3], SCHEMA)
-    matrix = np.arange(6, dtype=np.float32)[:, None]
-    return Pool.open(publish_pool(out, [(table[:4], matrix[:4]), (table[4:], matrix[4:])]).uri)
+    return pool_of(np.arange(6)[:, None], [4], kind=KINDS, size=["1", "2"] * 3)
 
 
 @pytest.mark.parametrize(
@@ -63,22 +56,16 @@ def test_what_is_selected_is_what_is_found(pool, options, rows):
         (["3.1", "3.11", "3", "2.20"], "3.10", []),  # versions are no numbers
     ],
 )
-def test_a_number_is_found_however_many_zeros_end_it(tmp_path, publish_pool, column, value, rows):
-    out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
-    ids = [f"id{n}" for n in range(4)]
-    table = pa.table([ids, ids, ids, column, column], SCHEMA)
-    matrix = np.arange(4, dtype=np.float32)[:, None]
-    pool = Pool.open(publish_pool(out, [(table[:2], matrix[:2]), (table[2:], matrix[2:])]).uri)
+def test_a_number_is_found_however_many_zeros_end_it(column, value, rows):
+    pool = pool_of(np.arange(4)[:, None], [2], size=column)
     assert np.flatnonzero(select(pool, where={"size": [value]})).tolist() == rows
 
 
-def test_a_few_rows_of_many_are_picked_out(tmp_path, publish_pool, monkeypatch):
-    out = draft(str(tmp_path / "p" / "v"), "pool", EmbedConfig(), {})
+def test_a_few_rows_of_many_are_picked_out(monkeypatch):
     matrix = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)
-    ids = [f"id{n}" for n in range(5000)]
-    pool = Pool.open(publish_pool(out, [(pa.table([ids, ids, ids], ROWS), matrix)]).uri)
+    pool = pool_of(matrix)
     monkeypatch.setattr("pipeline.search.exact._scan_pool", None)
-    allowed = ["id7", "id2000", "id4999", *ids[100:110]]
+    allowed = ["id7", "id2000", "id4999", *(f"id{n}" for n in range(100, 110))]
     answer = search(pool, [[1.0, 2.0, 3.0]], 20, among=select(pool, allow=allowed))
     scores = {name: matrix[int(name[2:])] @ [1, 2, 3] for name in allowed}
     assert answer.ids == sorted(allowed, key=lambda name: -scores[name])
