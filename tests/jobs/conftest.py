@@ -41,9 +41,10 @@ def model_texts(monkeypatch) -> list[str]:
     """The candidate texts that went through the model so far, but for the empty one."""
     seen, rows = list[str](), Ranker.candidate_rows
 
-    def tokenise(self, texts):
-        seen.extend(filter(None, texts))
-        return rows(self, texts)
+    def tokenise(self, texts, max_tokens=0):
+        if not max_tokens:  # as many as the model reads: no look at how long they are
+            seen.extend(filter(None, texts))
+        return rows(self, texts, max_tokens)
 
     monkeypatch.setattr(Ranker, "candidate_rows", tokenise)
     return seen

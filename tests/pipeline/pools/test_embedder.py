@@ -64,12 +64,13 @@ def ranker(model) -> Ranker:
 
 @pytest.fixture
 def tokenised(monkeypatch) -> list[str]:
-    """The texts that have gone through the tokenizer, but for the empty one."""
+    """The texts that have gone through the tokenizer for the model, but for the empty one."""
     seen, rows = [], Ranker.candidate_rows
 
-    def tokenise(self, texts):
-        seen.extend(filter(None, texts))
-        return rows(self, texts)
+    def tokenise(self, texts, max_tokens=0):
+        if not max_tokens:  # as many as the model reads: no look at how long they are
+            seen.extend(filter(None, texts))
+        return rows(self, texts, max_tokens)
 
     monkeypatch.setattr(Ranker, "candidate_rows", tokenise)
     return seen
@@ -193,8 +194,8 @@ def poisoned(monkeypatch):
     def run(empty: list[str], infinite: list[str]) -> None:
         rows, vectors = Ranker.candidate_rows, inference.row_vectors
 
-        def tokenise(self, texts):
-            found = rows(self, texts)
+        def tokenise(self, texts, *more):
+            found = rows(self, texts, *more)
             for text, row in zip(texts, found, strict=True):
                 if text in empty or text in infinite:
                     row[1:-1] = [] if text in empty else [-1]
