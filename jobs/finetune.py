@@ -106,7 +106,6 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.engine.resources import best_device
     from pipeline.training import launch
     from pipeline.training.finetuning import Finetuning
 
@@ -120,8 +119,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         from pipeline.training.estimate import estimate_finetuning
 
         steps_done = earlier.counts["steps"] if earlier else 0
-        estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
-        return cost.show("finetune", *estimated)
+        return cost.show("finetune", *estimate_finetuning(recipe, config.resources, steps_done))
     out = draft(config.output, "ranker", config, inputs)
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that

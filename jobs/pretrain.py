@@ -78,7 +78,6 @@ def run(config: Config) -> program.Summary:
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.engine.resources import best_device
     from pipeline.training import launch
     from pipeline.training.loop import validation_steps
     from pipeline.training.pretraining import Pretraining
@@ -99,8 +98,7 @@ def run(config: Config) -> program.Summary:
         from pipeline.training.estimate import estimate_pretraining
 
         steps_done = earlier.counts["steps"] if earlier else 0
-        estimated = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
-        return cost.show("pretrain", *estimated)
+        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, steps_done))
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)
@@ -129,8 +127,9 @@ def run(config: Config) -> program.Summary:
 
 def _check(config: Config) -> None:
     """Raises BadInput for options that do not go together."""
-    require(len(config.weights) in (0, len(config.corpus)), "weights", config.weights,
-            f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
+    require(bool(config.corpus), "corpus", "none", "one or more")
+    require(len(config.weights) in (0, len(config.corpus)) and min(config.weights, default=1) > 0, "weights",
+            config.weights, f"none, or {len(config.corpus)}: one for each corpus, above 0")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
     loop, default = config.loop, LoopConfig.validate_every_epochs

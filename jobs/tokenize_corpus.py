@@ -48,9 +48,7 @@ def run(config: Config) -> program.Summary:
         return program.artifact_summary(out, already_there=True)
     with tracking.start("tokenize_corpus", out) as tracked, cluster.session(for_tasks=True):
         tokens = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
-        tokenized = out.publish(
-            tokens.files, tokens.counts, tokens.dropped, run_id=tracked.run_id, **tokens.facts
-        )
+        tokenized = out.publish(run_id=tracked.run_id, **tokens)
         tracking.finish(tracked, tokenized)
     return program.artifact_summary(tokenized, already_there=False)
 

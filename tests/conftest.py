@@ -356,7 +356,7 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
         out = draft(str(output), TOKENS, config, inputs)
         with executors.in_this_process():
             made = tokenized_corpus.tokenize(out, corpus, tokenizer, vocabulary, settings)
-        return TokenizedCorpus(out.publish(made.files, made.counts, made.dropped, **made.facts))
+        return TokenizedCorpus(out.publish(**made))
 
     return publish
 

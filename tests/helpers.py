@@ -16,17 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
+from pipeline.training.data import DualCollator, RankingBatch
 
 Row = dict[str, Any]
 
@@ -77,6 +80,24 @@ def rows_of(artifact: Artifact, split: str = "") -> list[Row]:
     return rows
 
 
+def curve(artifact: Artifact, name: str = "loss") -> dict[int, float]:
+    """What the artifact's run has logged, by the step."""
+    history = mlflow.MlflowClient().get_metric_history(artifact.manifest["run_id"], name)
+    return {point.step: point.value for point in history}
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Of two published models, bit for bit."""
+    left, right = (
+        {f"{file.relative_to(folder)} {name}": value
+         for file in sorted(folder.rglob("*.safetensors")) if "training_state" not in file.parts
+         for name, value in load_file(file).items()}
+        for folder in (one, other)
+    )  # fmt: skip
+    assert left.keys() == right.keys() and left
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
 def rejected(folder: Path) -> list[Row]:
     """The samples of records that a job set aside."""
     lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
@@ -116,6 +137,11 @@ def formula_scores(ranker: Ranker, context: Sequence[str], texts: Sequence[str])
     candidates_CD = inference.candidate_vectors(ranker, texts).double().numpy()
     logits_CM = candidates_CD @ vectors[0][mask[0]].double().numpy().T
     return [float(softmax(logits_M) @ logits_M) for logits_M in logits_CM]
+
+
+def collated(collator: DualCollator, rows: list[Row], seed: int = 0) -> RankingBatch:
+    """A training batch of all these rows; their negatives are drawn by the seed."""
+    return collator.collate(collator.prepare(rows, torch.Generator().manual_seed(seed)))
 
 
 # Processes

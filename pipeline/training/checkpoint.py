@@ -118,8 +118,9 @@ def _rename_parameters(
     }
 
 
-def write_state(state: Mapping[str, Any], folder: Path) -> None:
-    """Writes nested dictionaries and lists of tensors, numbers, texts and None."""
+def write_state(state: Any, folder: Path) -> None:
+    """Writes nested dictionaries and lists of tensors, numbers, texts and None. Dataclasses and named tuples
+    become dictionaries."""
     tensors: dict[str, Tensor] = {}
     structure = _to_json(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,19 +155,6 @@ def _crc32(path: Path) -> int:
     return checksum
 
 
-def tensors_in(value: Any) -> Any:
-    """A batch as `write_state` takes it: dataclasses and named tuples become dictionaries."""
-    if dataclasses.is_dataclass(value):
-        return {
-            item.name: tensors_in(getattr(value, item.name)) for item in dataclasses.fields(value)
-        }
-    if hasattr(value, "_asdict"):
-        return {name: tensors_in(item) for name, item in value._asdict().items()}
-    if isinstance(value, list | tuple):
-        return [tensors_in(item) for item in value]
-    return value
-
-
 def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     """JSON has no tensors, and only texts as keys: an optimizer's keys are numbers."""
     if isinstance(value, Tensor):
@@ -181,6 +169,10 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
         name = next(same_names, str(len(tensors)))
         tensors[name] = value
         return {"tensor": name}
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {"items": [[key, _to_json(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):

@@ -17,13 +17,12 @@ import itertools
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from operator import itemgetter
-from typing import Any, NamedTuple, Self, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -41,8 +40,8 @@ from pipeline.training.guide import Guide, GuideRows, GuideVectors
 from pipeline.training.loop import derived_seed
 from pipeline.training.settings import Taught
 
-ItemT = TypeVar("ItemT")
 ExampleRow = dict[str, Any]
+_BATCHES_AHEAD = 4
 PLACE = "place_in_split"
 """A column that no file has: the row's number in the split, with the files in the order of `Rows.files`."""
 TEACHER = "teacher_scores"
@@ -68,12 +67,21 @@ class Cursor(NamedTuple):
     """Number of ranks that shared the epoch; 0: as many as there are now."""
 
 
+class _RowGroup(NamedTuple):
+    """A row group of a file."""
+
+    uri: str
+    number: int
+    rows: int
+    place: int
+    """The `PLACE` of its first row."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """One rank's share of a split."""
 
-    files: tuple[tuple[str, tuple[int, ...]], ...]
-    """(file, rows of each of its row groups)"""
+    files: tuple[tuple[_RowGroup, ...], ...]
     columns: tuple[str, ...]
     rank: int
     world: int
@@ -92,16 +100,22 @@ class Rows:
     ) -> Rows:
         """All files of the split but the `excluded` ones. Raises BadInput where the corpus has none."""
         paths = corpus.paths(f"{split}/", ".parquet")
-        files = [storage.join(corpus.uri, path) for path in paths if path not in excluded]
-        if not files:
+        uris = [storage.join(corpus.uri, path) for path in paths if path not in excluded]
+        if not uris:
             raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
-        rows = map_prefetched(_rows_of_groups, files)
-        return cls(tuple(zip(files, rows, strict=True)), tuple(columns), rank, world, seed)
+        files, place = list[tuple[_RowGroup, ...]](), 0
+        for uri, sizes in zip(uris, map_prefetched(_rows_of_groups, uris), strict=True):
+            groups = list[_RowGroup]()
+            for number, size in enumerate(sizes):
+                groups.append(_RowGroup(uri, number, size, place))
+                place += size
+            files.append(tuple(groups))
+        return cls(tuple(files), tuple(columns), rank, world, seed)
 
     @property
     def total(self) -> int:
         """Rows of the split."""
-        return sum(sum(rows) for _, rows in self.files)
+        return sum(group.rows for groups in self.files for group in groups)
 
     def __len__(self) -> int:
         """Rows in an epoch of one rank. All ranks have as many, so up to world - 1 rows are left out."""
@@ -111,68 +125,57 @@ class Rows:
         """The order of an epoch."""
         rng = np.random.default_rng([self.seed, number])
         groups = [
-            (file, group)
-            for file in rng.permutation(len(self.files)).tolist()
-            for group in rng.permutation(len(self.files[file][1])).tolist()
+            self.files[file][group]
+            for file in rng.permutation(len(self.files))
+            for group in rng.permutation(len(self.files[file]))
         ]
-        return self._epoch(groups)
+        return Epoch(groups, self.columns, self.rank * len(self))
 
     def in_order(self) -> Epoch:
         """The rows in the order of the files. For rank 0 of 1 the number of a row is its `PLACE`."""
-        sizes = [rows for _, rows in self.files]
-        return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
-
-    def _epoch(self, groups: Sequence[tuple[int, int]]) -> Epoch:
-        """An epoch in this order of (number of the file, row group)."""
-        group_starts = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
-        places = [[next(group_starts) for _ in rows] for _, rows in self.files]
-        return Epoch(
-            [(self.files[file][0], group) for file, group in groups],
-            list(itertools.accumulate(self.files[file][1][group] for file, group in groups)),
-            [places[file][group] for file, group in groups],
-            self.columns,
-            self.rank * len(self),
-        )
+        groups = list(itertools.chain(*self.files))
+        return Epoch(groups, self.columns, self.rank * len(self))
 
 
 @dataclass(frozen=True)
 class Epoch:
     """One rank's share of a split in the order of one epoch."""
 
-    groups: list[tuple[str, int]]
-    """(file, row group) of all ranks' shares."""
-    ends: list[int]
-    """Rows up to the end of each group."""
-    places: list[int]
-    """The `PLACE` of each group's first row."""
+    groups: list[_RowGroup]
+    """Of all ranks' shares."""
     columns: tuple[str, ...]
     first_row: int
     """The place of this rank's first row."""
 
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Rows up to the end of each group."""
+        return list(itertools.accumulate(group.rows for group in self.groups))
+
     def read(self, start: int, stop: int) -> pa.Table:
         """Rows `start` to `stop` of this rank's share; `stop` is above `start`."""
         start, stop = self.first_row + start, self.first_row + stop
-        place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
+        first, last = bisect_right(self.ends, start), bisect_left(self.ends, stop)
+        groups = self.groups[first : last + 1]
         # Neighbours in the order lie in the same file: one read for all of them.
         columns = [name for name in self.columns if name != PLACE]
         table = pa.concat_tables(
             _open(uri, threading.get_ident()).read_row_groups(
-                [group for _, group in groups], columns=columns
+                [group.number for group in of_file], columns=columns
             )
-            for uri, groups in itertools.groupby(self.groups[place:end], itemgetter(0))
+            for uri, of_file in itertools.groupby(groups, attrgetter("uri"))
         )
-        ends = [self.ends[place - 1] if place else 0, *self.ends[place:end]]
         if PLACE in self.columns:
-            sizes = zip(self.places[place:end], itertools.pairwise(ends), strict=True)
-            numbers = [np.arange(first, first + end - begin) for first, (begin, end) in sizes]
-            table = table.append_column(PLACE, pa.array(np.concatenate(numbers)))
-        return table.slice(start - ends[0], stop - start)
+            places = [np.arange(group.place, group.place + group.rows) for group in groups]
+            table = table.append_column(PLACE, pa.array(np.concatenate(places)))
+        first_read = self.ends[first] - groups[0].rows
+        return table.slice(start - first_read, stop - start)
 
 
-def _rows_of_groups(uri: str) -> tuple[int, ...]:
+def _rows_of_groups(uri: str) -> list[int]:
     with storage.open_input(uri) as stream:
         metadata = pq.ParquetFile(stream).metadata
-        return tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -223,7 +226,10 @@ class Batches:
         cursor = Cursor()
         if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
             cursor = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
-        return prefetch(self._walk(self._translate_cursor(cursor)), depth=4)
+        walk = self._walk(self._translate_cursor(cursor))
+        return map_prefetched(
+            next, itertools.repeat(walk), threads=1, most_waiting=_BATCHES_AHEAD + 1
+        )
 
     def _translate_cursor(self, cursor: Cursor) -> Cursor:
         """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
@@ -247,8 +253,7 @@ class Batches:
                 batches = self._window(table, epoch, window)
                 for number, items in enumerate(batches):
                     if number >= skip:
-                        generator = self._generator(epoch, window, number + 1)
-                        batch = self.collator.collate(items, generator)
+                        batch = self.collator.collate(items)
                         batch = batch.pin() if torch.cuda.is_available() else batch
                         yield batch, Cursor(epoch, window, number + 1, self.rows.world)
                 window, skip = window + 1, 0
@@ -262,29 +267,13 @@ class Batches:
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])
         listed = table.to_pylist()  # Arrow's own `take` fails where a column has over 2 GiB of text
         rows = [listed[place] for place in rng.permutation(table.num_rows)]
-        items = self.collator.prepare(rows, self._generator(epoch, window))
+        seed = derived_seed(self.rows.seed, self.rows.rank, epoch, window)
+        items = self.collator.prepare(rows, torch.Generator().manual_seed(seed))
         # Not sorted by length: a batch of contexts of one length is one of equally old dialogues, and its
         # negatives are too easy. What that costs is within a seed's chance (half an epoch of ConvAI2,
         # all-MiniLM: R@1/20 0.623 ± 0.015 sorted, 0.628 and 0.626 not), and packed rows have no padding.
         starts = range(0, len(items) - self.examples + 1, self.examples)
         return [items[start : start + self.examples] for start in starts]
-
-    def _generator(self, *place: int) -> torch.Generator:
-        seed = derived_seed(self.rows.seed, self.rows.rank, *place)
-        return torch.Generator().manual_seed(seed)
-
-
-def prefetch(source: Iterator[ItemT], depth: int) -> Generator[ItemT]:
-    """Takes from `source` in a thread, up to `depth` items ahead."""
-    end: Any = object()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-    try:
-        futures = deque(thread.submit(next, source, end) for _ in range(depth))
-        while (item := futures.popleft().result()) is not end:
-            futures.append(thread.submit(next, source, end))
-            yield item
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def example_columns(same_group_negatives: bool) -> tuple[str, ...]:
@@ -351,7 +340,33 @@ class TensorBatch:
 
 
 @dataclass(frozen=True)
-class DualBatch(TensorBatch):
+class RankingBatch(TensorBatch):
+    """The base of batches of B contexts, each with candidates of its own."""
+
+    teacher_BC: Tensor = field(kw_only=True)
+    """The teacher's scores of these candidates, the right one first; NaN: it gave none."""
+    guide_rows: GuideRows | None = field(default=None, kw_only=True)
+    """None: there is no guide."""
+    guide: GuideVectors | None = field(default=None, kw_only=True)
+    """What the loss reads of the guide: of the whole batch, so `part` has none."""
+
+    def __len__(self) -> int:
+        return len(self.teacher_BC)
+
+    def part(self, start: int, stop: int) -> Self:
+        """Examples start to stop. Of tokens, each example has as many rows as the others."""
+
+        def part_of(value: Any) -> Any:
+            if isinstance(value, Tokens):
+                count = len(value.lengths) // len(self)
+                return value.rows(start * count, stop * count)
+            return value[start:stop] if isinstance(value, Tensor) else None
+
+        return type(self)(**{name: part_of(value) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class DualBatch(RankingBatch):
     """Contexts and their responses; row i answers row i."""
 
     contexts: Tokens
@@ -362,59 +377,19 @@ class DualBatch(TensorBatch):
     negatives: Tokens
     """K wrong candidates of each context's own, B · K rows; K may be 0."""
     negative_keys_BK: Tensor
-    teacher_BC: Tensor
-    """The teacher's scores of the response and of the K negatives; NaN: the teacher gave no score."""
     teacher_contexts_BE: Tensor
     teacher_responses_BE: Tensor
     """The teacher's vectors, float32; their products are its scores. E is 0 where it gave none."""
-    guide_rows: GuideRows | None = None
-    """None: there is no guide."""
-    guide: GuideVectors | None = None
-    """What the loss reads of the guide: of the whole batch, so `part` has none."""
-
-    def __len__(self) -> int:
-        return len(self.keys_BS)
-
-    def part(self, start: int, stop: int) -> DualBatch:
-        """Examples start to stop."""
-        count = self.negative_keys_BK.shape[1]
-        return DualBatch(
-            self.contexts.rows(start, stop),
-            self.responses.rows(start, stop),
-            self.keys_BS[start:stop],
-            self.negatives.rows(start * count, stop * count),
-            self.negative_keys_BK[start:stop],
-            self.teacher_BC[start:stop],
-            self.teacher_contexts_BE[start:stop],
-            self.teacher_responses_BE[start:stop],
-        )
 
 
 @dataclass(frozen=True)
-class PairBatch(TensorBatch):
+class PairBatch(RankingBatch):
     """Contexts, each with C candidates, as B · C pairs."""
 
     pairs: Tokens
     """The right candidate of each context is its first."""
     key_BC: Tensor
     """int64; equal where the candidates' tokens are."""
-    teacher_BC: Tensor
-    """The teacher's scores; NaN where it gave none."""
-    guide_rows: GuideRows | None = None
-    guide: GuideVectors | None = None
-    """As in `DualBatch`."""
-
-    def __len__(self) -> int:
-        return len(self.key_BC)
-
-    def part(self, start: int, stop: int) -> PairBatch:
-        """Examples start to stop."""
-        count = self.teacher_BC.shape[1]
-        return PairBatch(
-            self.pairs.rows(start * count, stop * count),
-            self.key_BC[start:stop],
-            self.teacher_BC[start:stop],
-        )
 
 
 def teacher_dimensions(corpus: Artifact) -> int:
@@ -485,13 +460,9 @@ def _choose_candidates(
 class _Item(NamedTuple):
     """An example as texts. To tokenise a whole window in advance would delay the first batch by minutes."""
 
-    context: list[str]
+    row: ExampleRow
     candidates: list[_Candidate]
     """The response, then wrong ones."""
-    keys: list[int]
-    """`answer_keys`"""
-    teacher_context: bytes
-    teacher_response: bytes
 
 
 def teacher_vectors(
@@ -499,10 +470,10 @@ def teacher_vectors(
 ) -> Tensor:
     """[B, E]. Raises BadInput if some examples of the column have no vector, or one of another width."""
     sizes = Counter(len(vector) // 2 for vector in stored)
-    if len(sizes) > 1:  # joined, they would be cut at the wrong places
+    if len(sizes) > 1 or 0 in sizes:  # joined, they would be cut at the wrong places
         lengths = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
-        raise BadInput(f"{name}: vectors of several lengths together ({lengths}; 0: none); allowed: one "
-                       "length, of one run of jobs.score_candidates over all of train")  # fmt: skip
+        raise BadInput(f"{name}: vectors of several lengths or none together ({lengths}; 0: none); allowed: "
+                       "one length, of one run of jobs.score_candidates over all of train")  # fmt: skip
     values = np.frombuffer(b"".join(stored), "<f2").astype(dtype)
     return torch.from_numpy(values).view(len(stored), -1)
 
@@ -542,33 +513,31 @@ class DualCollator:
         responses = [row["response"] for row in rows]
         answers = right_answers(rows, self._same_group_negatives)
         return [
-            _Item(
-                row["context"],
-                _choose_candidates(row, right_texts, responses, self._negatives, generator),
-                answer_keys(row, self._same_group_negatives),
-                row.get(TEACHER_CONTEXT) or b"",
-                row.get(TEACHER_RESPONSE) or b"",
-            )
-            for row, right_texts in zip(rows, answers, strict=True)
+            _Item(row, _choose_candidates(row, right, responses, self._negatives, generator))
+            for row, right in zip(rows, answers, strict=True)
         ]
 
-    def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch | PairBatch:
-        """Items to one padded batch; all chance comes from `generator`."""
+    def collate(self, items: list[_Item]) -> RankingBatch:
+        """Items to one padded batch."""
         tokenizer = self._ranker.tokenizer
         candidates, keys, teacher_BC = self._tokenize(items)
         negatives = [ids for _, *rows in candidates for ids in rows]
-        empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
+        answers = [answer_keys(item.row, self._same_group_negatives) for item in items]
         return DualBatch(
-            tokenizer.batch(self._ranker.context_rows([item.context for item in items])),
+            tokenizer.batch(self._ranker.context_rows([item.row["context"] for item in items])),
             tokenizer.batch([response for response, *_ in candidates]),
-            torch.cat([keys[:, :1], torch.tensor([item.keys for item in items])], dim=1),
-            tokenizer.batch(negatives) if negatives else empty,
+            torch.cat([keys[:, :1], torch.tensor(answers)], dim=1),
+            tokenizer.batch(negatives),
             keys[:, 1:],
-            teacher_BC,
-            teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
-            teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
-            self._guide_rows(items),
+            *(self._teacher_vectors(name, items) for name in (TEACHER_CONTEXT, TEACHER_RESPONSE)),
+            teacher_BC=teacher_BC,
+            guide_rows=self._guide_rows(items),
         )
+
+    def _teacher_vectors(self, name: str, items: list[_Item]) -> Tensor:
+        if name not in self.columns:
+            return torch.zeros(len(items), 0)
+        return teacher_vectors(name, [item.row[name] or b"" for item in items])
 
     def _tokenize(self, items: list[_Item]) -> tuple[list[list[list[int]]], Tensor, Tensor]:
         """(tokens of each item's candidates; [B, C] int64, equal where the tokens are; the teacher's scores
@@ -585,17 +554,18 @@ class DualCollator:
         if self._guide is None:
             return None
         texts = [candidate.text for item in items for candidate in item.candidates]
-        return self._guide.rows([item.context for item in items], texts)
+        return self._guide.rows([item.row["context"] for item in items], texts)
 
 
 class PairCollator(DualCollator):
     """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
 
-    def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
-        contexts = self._ranker.context_rows([item.context for item in items])
+    def collate(self, items: list[_Item]) -> PairBatch:
+        contexts = self._ranker.context_rows([item.row["context"] for item in items])
         candidates, key_BC, teacher_BC = self._tokenize(items)
         pairs = self._ranker.pairs(
             [context for context, rows in zip(contexts, candidates, strict=True) for _ in rows],
             [ids for rows in candidates for ids in rows],
         )
-        return PairBatch(pairs, key_BC, teacher_BC, self._guide_rows(items))
+        guide_rows = self._guide_rows(items)
+        return PairBatch(pairs, key_BC, teacher_BC=teacher_BC, guide_rows=guide_rows)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.cost import Estimate
+from pipeline.engine.resources import best_device
 from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import TrainingFlops
-from pipeline.models.precision import resolve_precision
 from pipeline.training.finetuning import Finetuning
-from pipeline.training.loop import Task
+from pipeline.training.loop import Autocast, Listener, StepMetrics, Task, train
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import LoopConfig, Workers
 
@@ -27,9 +26,9 @@ _MEASURED_SECONDS = 5.0
 
 
 def estimate_pretraining(
-    recipe: Pretraining, workers: Workers, device: torch.device, steps_done: int = 0
+    recipe: Pretraining, workers: Workers, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
-    """Computes a few micro-batches on `device` to measure its rate; (estimate, further facts).
+    """Computes a few micro-batches to measure the rate; (estimate, further facts).
 
     `steps_done`: those of the run that this one continues.
     """
@@ -40,32 +39,32 @@ def estimate_pretraining(
     task = replace(recipe, pretrain=short_steps).build(0, 1)
     model, start_note = recipe.model()
     parameters = sum(value.numel() for value in model.parameters())
-    sharded = workers.workers if workers.shard_weights else 1
-    measured = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
-    memory, memory_is = _pretraining_memory(
-        measured, parameters, sharded, device, config.gradient_checkpointing
-    )
-    rate = measured.work["tokens"] / measured.seconds
-    steps = config.steps - steps_done
-    step_tokens = config.batch_tokens
-    if config.single_texts:  # a step has so many pairs, however short they are
-        step_tokens = round(config.lanes * measured.work["tokens"] / measured.steps)
-    tokens = steps * step_tokens
+    corpus_tokens = sum(corpus.train_tokens for corpus in recipe.corpora)
     # Of the longest row, with its predicted tokens.
     share = config.masked_share if config.predicts_tokens(step=0) else 0
     predicted = round(share * config.longest_row)
     flops = TrainingFlops.of(model.encoder, model.mlm).step([config.longest_row], predicted)
-    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, measured, device)
-    corpus_tokens = sum(corpus.train_tokens for corpus in recipe.corpora)
+    steps = config.steps - steps_done
+    measured = _measure(task, recipe.loop, workers)
+    measured_tokens = sum(
+        step["tokens_per_s"] / step["steps_per_s"] for step in measured.metrics_of_steps
+    )
+    step_tokens = config.batch_tokens
+    if config.single_texts:  # a step has so many pairs, however short they are
+        step_tokens = round(config.lanes * measured_tokens / measured.steps)
+    tokens, rate = steps * step_tokens, measured_tokens / measured.seconds
+    sharded = workers.workers if workers.shard_weights else 1
+    memory, memory_is = _pretraining_memory(
+        measured.kept_bytes, parameters, sharded, config.gradient_checkpointing
+    )
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
-    estimate = Estimate(
+    estimate = measured.estimate(
+        tokens / rate / 3600,
+        "micro-batches",
         input_files=len(entries),
         input_bytes=sum(entry["bytes"] for entry in entries),
         steps=steps,
         memory_bytes=memory,
-        cpu_hours=cpu_hours,
-        gpu_hours=gpu_hours,
-        basis=_basis(measured, "micro-batches", workers, device),
     )
     return estimate, {
         "memory_is": memory_is,
@@ -84,37 +83,33 @@ def estimate_pretraining(
 
 
 def estimate_finetuning(
-    recipe: Finetuning, workers: Workers, device: torch.device, steps_done: int = 0
+    recipe: Finetuning, workers: Workers, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
-    """Computes a few steps of one worker on `device` to measure its rate; (estimate, further facts).
+    """Computes a few steps of one worker to measure its rate; (estimate, further facts).
 
     `steps_done`: those of the run that this one continues.
     """
     task = recipe.build(0, workers.workers)
     sizes = [(value.numel(), value.requires_grad) for value in task.ranker.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
-    weights = sum(size for size, _ in sizes)
-    measured = _measure(task, recipe.loop, device, workers)
     steps = task.steps - steps_done
+    measured = _measure(task, recipe.loop, workers)
     hours = steps * measured.seconds / measured.steps / 3600
-    cpu_hours, gpu_hours = _hours(hours * workers.workers, measured, device)
-    on_gpu = device.type == "cuda"
-    estimate = Estimate(
+    memory, memory_is = torch.cuda.max_memory_allocated(), "the peak of these steps"
+    if best_device().type == "cpu":
+        memory = 4 * sum(size for size, _ in sizes) + (_BYTES_PER_PARAMETER - 4) * trained
+        memory_is = "of weights, gradients and moments; activations come on top"
+    estimate = measured.estimate(
+        hours * workers.workers,
+        "steps",
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
         rows=recipe.corpus.rows("train/"),
         steps=steps,
-        memory_bytes=torch.cuda.max_memory_allocated(device)
-        if on_gpu
-        else 4 * weights + (_BYTES_PER_PARAMETER - 4) * trained,
-        cpu_hours=cpu_hours,
-        gpu_hours=gpu_hours,
-        basis=_basis(measured, "steps", workers, device),
+        memory_bytes=memory,
     )
     return estimate, {
-        "memory_is": "the peak of these steps"
-        if on_gpu
-        else "of weights, gradients and moments; activations come on top",
+        "memory_is": memory_is,
         "parameters": task.parameters,
         "trained_parameters": trained,
         "examples_per_worker": recipe.finetune.batch_examples // workers.workers,
@@ -124,95 +119,81 @@ def estimate_finetuning(
     }
 
 
-def _hours(
-    hours: float, measured: _MeasuredSteps, device: torch.device
-) -> tuple[float | None, float | None]:
-    """(core hours, GPU hours) of a process that takes `hours` on this device."""
-    return (None, hours) if device.type == "cuda" else (hours * measured.threads, None)
-
-
 def _pretraining_memory(
-    measured: _MeasuredSteps,
-    parameters: int,
-    sharded: int,
-    device: torch.device,
-    recomputes: bool = False,
+    kept_bytes: int, parameters: int, sharded: int, recomputes: bool = False
 ) -> tuple[int, str]:
     """(bytes of a worker whose weights are sharded over `sharded` workers, what was counted). `recomputes`:
     layers are computed again on the way back (gradient checkpointing)."""
     weights = parameters * _BYTES_PER_PARAMETER
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+    if best_device().type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
         return peak - weights + weights // sharded, "the peak of these micro-batches"
-    kept = weights // sharded + measured.kept_bytes
+    kept = weights // sharded + kept_bytes
     kinds = "of weights, gradients, moments and the activations kept for the way back"
     # What a layer keeps that is computed again is not seen: it is made and dropped within the way back.
     return kept, f"{kinds}; those of one layer come on top" if recomputes else kinds
 
 
-def _basis(measured: _MeasuredSteps, unit: str, workers: Workers, device: torch.device) -> str:
-    basis = f"{measured.steps} {unit}, measured on {device} ({measured.threads} threads)"
-    on_cpu = workers.gpu and device.type != "cuda"
-    return f"{basis}; GPUs take less" if on_cpu else basis
+class _Measured(NamedTuple):
+    """The steps of some seconds, but at least two. The first one, which takes memory for the first time, is
+    not counted."""
 
-
-@dataclass(frozen=True)
-class _MeasuredSteps:
-    """Measured steps, with their work and their time."""
-
-    steps: int
-    work: dict[str, float]
+    metrics_of_steps: list[dict[str, float]]
     seconds: float
-    threads: int
     kept_bytes: int
     """Bytes that the first step kept for the backward pass, the weights not counted."""
+    workers: Workers
+    threads: int
+
+    @property
+    def steps(self) -> int:
+        return len(self.metrics_of_steps)
+
+    def estimate(self, hours: float, unit: str, **quantities: int) -> Estimate:
+        """`hours` of one worker after the other."""
+        device = best_device()
+        on_gpu = device.type == "cuda"
+        basis = f"{self.steps} {unit}, measured on {device} ({self.threads} threads)"
+        return Estimate(
+            cpu_hours=None if on_gpu else hours * self.threads,
+            gpu_hours=hours if on_gpu else None,
+            basis=f"{basis}; GPUs take less" if self.workers.gpu and not on_gpu else basis,
+            **quantities,
+        )
 
 
-def _measure(
-    task: Task, loop: LoopConfig, device: torch.device, workers: Workers, update_every: int = 1
-) -> _MeasuredSteps:
-    """The rate of one worker with its share of this machine's cores, in some seconds, but at least two steps.
-    The first one is not counted.
-
-    `update_every`: steps whose gradients are added up before they change the weights.
-    """
-    cores = torch.get_num_threads()
+def _measure(task: Task, loop: LoopConfig, workers: Workers) -> _Measured:
+    """Trains with one worker, which has its share of this machine's cores."""
+    cores, device, times = torch.get_num_threads(), best_device(), list[float]()
     threads = workers.cpus_per_worker or max(1, cores // workers.workers)
-    module = task.module.to(device).train()
-    prepare_for_training(module, device, loop.precision)
-    bf16 = resolve_precision(loop.precision, device) == "bf16"
-    optimization = task.optimize()
-    batches = task.batches.start(())
-    work, began, number = Counter[str](), time.perf_counter(), 0
-    kept_by_address = dict[int, int]()
+    metrics_of_steps, kept_by_address = list[dict[str, float]](), dict[int, int]()
+
+    def keep(step: int, metrics: dict[str, float]) -> None:
+        times.append(time.perf_counter())
+        metrics_of_steps.append(metrics)
 
     def note(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         kept_by_address[memory.data_ptr()] = memory.nbytes()
         return tensor
 
+    def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
+        with nullcontext() if times else saved_tensors_hooks(note, lambda tensor: tensor):
+            return task.backward(model, batch, autocast)
+
+    prepare_for_training(task.module.to(device), device, loop.precision)
+    few = replace(task, backward=backward, steps=max(2, task.steps), validation=None, miner=None)
+    listener = Listener(
+        keep,
+        is_terminated=lambda: bool(times) and time.perf_counter() - times[0] > _MEASURED_SECONDS,
+    )
     torch.set_num_threads(threads)
     try:
-        for number, (batch, _) in enumerate(batches):
-            autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-            with saved_tensors_hooks(note, lambda tensor: tensor) if number == 0 else nullcontext():
-                task.backward(module, batch.to(device), autocast)
-            if number % update_every == 0:
-                optimization.clip()
-                optimization.optimizer.step()
-                optimization.optimizer.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number == 0:  # makes the optimizer's moments and takes memory for the first time
-                began = time.perf_counter()
-                continue
-            work.update(task.work(batch))
-            if time.perf_counter() - began > _MEASURED_SECONDS:
-                break
+        few_settings = LoopConfig(precision=loop.precision, log_every_steps=1)
+        train(few, task.module, few_settings, device, 0, listener)
     finally:
-        batches.close()
         torch.set_num_threads(cores)
-    seconds = time.perf_counter() - began
-    for parameter in module.parameters():
+    for parameter in task.module.parameters():
         kept_by_address.pop(parameter.untyped_storage().data_ptr(), None)
-    return _MeasuredSteps(number, dict(work), seconds, threads, sum(kept_by_address.values()))
+    kept_bytes = sum(kept_by_address.values())
+    return _Measured(metrics_of_steps[1:], times[-1] - times[0], kept_bytes, workers, threads)

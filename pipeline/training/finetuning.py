@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,8 @@ class Validation:
             sums[:2] = [float((ranking.ranks_N == 1).sum()), float(ranking.losses_N.sum())]
         total = torch.tensor(sums, dtype=torch.float64, device=self._ranker.device)
         hits, loss_sum, count = reduce_over_ranks(total).tolist()
-        return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")
+        r1, loss = hits / count, loss_sum / count
+        return Measured({"r1": r1, "loss": loss}, (r1, -loss))
 
 
 @dataclass(kw_only=True)
@@ -197,7 +199,7 @@ class Finetuning:
 
     def _objective(
         self, ranker: Ranker, miner: Miner | None, guide: Guide | None
-    ) -> tuple[Objective, DualCollator]:
+    ) -> tuple[Objective[Any], DualCollator]:
         """The loss, and what makes its batches of rows."""
         config, distill = self.finetune, self.finetune.distill
         teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()

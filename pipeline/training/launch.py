@@ -40,7 +40,6 @@ from pipeline.engine.waiting import await_room
 from pipeline.models import cpu
 from pipeline.models.encoder import prepare_for_training
 from pipeline.models.flops import peak_flops
-from pipeline.models.precision import Trained as TrainedPrecision
 from pipeline.storage import node_cache
 from pipeline.storage.failures import DETERMINISTIC, cause_of
 from pipeline.training.checkpoint import (
@@ -51,13 +50,12 @@ from pipeline.training.checkpoint import (
     read_saved,
     read_saved_at,
     read_start,
-    tensors_in,
     weights_of,
     write_saved,
     write_state,
 )
 from pipeline.training.interface import OverRaysNetwork
-from pipeline.training.loop import Listener, Progress, Selection, Task, agree_on_precision, train
+from pipeline.training.loop import Listener, Selection, Task, agree_on_precision, train
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 from pipeline.training.termination import on_sigterm
 
@@ -213,14 +211,7 @@ def _fit_on_cluster(spec: WorkerSpec, show: Show, terminated: threading.Event) -
         terminated.set()
         driver_terminated.set.remote()
 
-    def hear(*message: Any) -> None:
-        """A line, or what a step shows."""
-        if len(message) == 1:
-            print(*message, flush=True)
-        else:
-            show(*message)
-
-    with listening(hear) as messages, on_sigterm(notify):
+    with listening(show) as messages, on_sigterm(notify):
         return _fit_workers(spec, messages, driver_terminated)
 
 
@@ -267,8 +258,8 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     if result.checkpoint:  # None: there was no step to train
         name = Path(result.checkpoint.path).name
         uri = draft.path(_CHECKPOINTS, spec.attempt, name)
-    metrics, precision, finished = result.return_value
-    return Trained(metrics, uri, precision, finished)
+    trained: Trained = replace(result.return_value, checkpoint=uri)
+    return trained
 
 
 def _fit_in_this_process(spec: WorkerSpec, show: Show, terminated: threading.Event) -> Trained:
@@ -286,8 +277,7 @@ def _fit_in_this_process(spec: WorkerSpec, show: Show, terminated: threading.Eve
 
     with torch.random.fork_rng(devices=[]), on_sigterm(terminated.set):
         rank = _Rank(spec, 0, 1, best_device(), show, keep, lambda: None, terminated.is_set)
-        metrics, precision, finished = rank.train()
-    return Trained(metrics, uris[-1] if uris else spec.checkpoint, precision, finished)
+        return replace(rank.train(), checkpoint=uris[-1] if uris else spec.checkpoint)
 
 
 _SHOWN = {
@@ -339,8 +329,8 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> RankResult:
-    """One worker of Ray Train; returns what `_Rank.train` returns."""
+def _work(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> Trained:
+    """One worker of Ray Train."""
     context = ray.train.get_context()
     torch.set_num_threads(spec.threads)
     device = best_device()
@@ -378,10 +368,6 @@ def _read_ray_checkpoint() -> Saved | None:
         return read_saved(Path(folder))
 
 
-RankResult = tuple[dict[str, float], TrainedPrecision, bool]
-"""The last metrics, the precision, and whether the training has finished."""
-
-
 @dataclass
 class _Rank:
     """One of the processes that train together, its reports to the driver, and its checkpoints."""
@@ -404,8 +390,8 @@ class _Rank:
     metrics: dict[str, float] = field(default_factory=dict)
     """The last ones."""
 
-    def train(self) -> RankResult:
-        """Builds the task, restores the last checkpoint, trains, saves."""
+    def train(self) -> Trained:
+        """Builds the task, restores the last checkpoint, trains, saves. Does not know the last checkpoint."""
         spec, device = self.spec, self.device
         self._remove_leftovers()
         if device.type == "cpu":
@@ -425,7 +411,7 @@ class _Rank:
             lambda: self.preempted or self.is_terminated(),
         )
         if not train(task, model, loop, device, self.number, listener, self._resume):
-            return self.metrics, self._precision, False
+            return Trained(self.metrics, "", self._precision, finished=False)
         sharded = is_sharded(task.module)
         weights = weights_of(task.module) if sharded else {}  # a collective call
         if self.number == 0:
@@ -436,7 +422,7 @@ class _Rank:
                 task.save(Path(folder))
                 storage.delete(spec.draft.path("_model"))
                 storage.upload(Path(folder), spec.draft.path("_model"))
-        return self.metrics, self._precision, True
+        return Trained(self.metrics, "", self._precision, finished=True)
 
     def _resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
@@ -455,17 +441,17 @@ class _Rank:
         self._tidied_step, self._pace = step, Pace(self.device, step)
         return saved
 
-    def _report(self, progress: Progress) -> None:
-        if self.device.type == "cpu" and progress.step >= self._tidied_step + _STEPS_TO_TIDY:
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        if self.device.type == "cpu" and step >= self._tidied_step + _STEPS_TO_TIDY:
             cpu.return_memory()
-            self._tidied_step = progress.step
-        metrics = {**progress.metrics, **self._pace.measure(progress)}
+            self._tidied_step = step
+        metrics = {**metrics, **self._pace.measure(step, metrics["steps_per_s"])}
         if "flops_per_s" in metrics:
             metrics["mfu"] = metrics.pop("flops_per_s") / (self.world * self._peak_flops)
         self.preempted = self.preemption() is not None
         if self.number == 0:
-            self.send(progress.step, metrics)
-        self.metrics.update(metrics, step=progress.step)
+            self.send(step, metrics)
+        self.metrics.update(metrics, step=step)
 
     @functools.cached_property
     def _peak_flops(self) -> float:
@@ -495,7 +481,7 @@ class _Rank:
     def _save_bad_batch(self, step: int, batch: Any) -> str:
         uri = self.spec.draft.path("_bad_batch", f"step-{step}-rank-{self.number}")
         with tempfile.TemporaryDirectory() as folder:
-            write_state(tensors_in(batch), Path(folder))
+            write_state(batch, Path(folder))
             storage.upload(Path(folder), uri)
         return uri
 
@@ -533,11 +519,11 @@ class Pace:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def measure(self, progress: Progress) -> dict[str, float]:
+    def measure(self, step: int, steps_per_s: float) -> dict[str, float]:
         """`mean_steps_per_s`: without validations and checkpoints. `peak_memory_mib`: with them; of a GPU's
         tensors, or on a CPU of the whole process, libraries included."""
-        self._seconds += (progress.step - self._last_step) / progress.metrics["steps_per_s"]
-        self._last_step = progress.step
+        self._seconds += (step - self._last_step) / steps_per_s
+        self._last_step = step
         on_gpu = self._device.type == "cuda"
         peak_bytes = torch.cuda.max_memory_allocated(self._device) if on_gpu else peak_memory()
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ Autocast = AbstractContextManager[Any]
 
 
 class Weighted(NamedTuple):
-    """A sum and its divisor; a report shows the mean over all steps and ranks."""
+    """A sum and its divisor; a report shows the mean over all steps and ranks, unless the divisor is 0."""
 
     total: Tensor
     weight: float
@@ -51,21 +52,13 @@ Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, StepMetrics]]
 """(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The result of a validation."""
 
     metrics: Mapping[str, float]
     """By name; "loss" is among them, in nats."""
-    selection: str
-    """The metric that chooses the best weights. If it is equal, the lower loss wins."""
-    higher_is_better: bool = True
-
-    @property
-    def merit(self) -> tuple[float, float]:
-        """Greater is better."""
-        value = self.metrics[self.selection]
-        return (value if self.higher_is_better else -value, -self.metrics["loss"])
+    merit: tuple[float, float]
+    """The best weights have the greatest."""
 
 
 class BatchSource(Protocol):
@@ -121,21 +114,12 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A report of the loop."""
-
-    step: int
-    """Steps done."""
-    metrics: dict[str, float]
-    """Means over the steps since the last report, over all ranks."""
-
-
-@dataclass(frozen=True)
 class Listener:
     """The callbacks of a run."""
 
-    progress: Callable[[Progress], None]
-    checkpoint: Callable[[dict[str, Any], Cursor], None]
+    progress: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    """(steps done, means over the steps since the last report and over all ranks)"""
+    checkpoint: Callable[[dict[str, Any], Cursor], None] = lambda state, cursor: None
     """(state, this rank's cursor), on every rank; the state's tensors go on training afterwards."""
     save_bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
     """(step, batch) → the URI under which the batch was saved."""
@@ -200,7 +184,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.optimization, self.meter = self.task.optimize(), Meter(self.device)
+        self.optimization, self.meter = self.task.optimize(), Meter()
         self.validate_every = validation_steps(self.task, config)
         decay = config.plateau_decay if config.schedule == "plateau" else 1.0
         keep_last = config.keep_weights == "last"
@@ -282,7 +266,7 @@ class _Run:
             measured, copy_weights = task.validation(), partial(weights_of, task.module)
             metrics |= self.selection.update(measured, step, copy_weights)
             self.model.train()
-        self.listener.progress(Progress(step, {**metrics, "learning_rate": self.rate}))
+        self.listener.progress(step, {**metrics, "learning_rate": self.rate})
         if save or self.selection.stop:
             self.listener.checkpoint(self.state(), cursor)
             self.meter.mark_saved()
@@ -434,16 +418,14 @@ def optimization(
         return norm
 
     new_ids, table_ids = {id(value) for value in new_weights}, {id(value) for value in token_tables}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
     for parameter in parameters:
         decays = parameter.dim() > 1 and not (treats_apart and id(parameter) in table_ids)
         decay = config.weight_decay if decays else 0.0
         factor = config.head_lr_factor if id(parameter) in new_ids else 1.0
-        groups.setdefault((decay, factor), []).append(parameter)
-    param_groups: list[dict[str, Any]] = [
-        {"params": members, "weight_decay": decay, "factor": factor}
-        for (decay, factor), members in groups.items()
-    ]
+        group = {"params": [], "weight_decay": decay, "factor": factor}
+        groups.setdefault((decay, factor), group)["params"].append(parameter)
+    param_groups = list(groups.values())
     common: dict[str, Any] = {"lr": config.learning_rate, "eps": config.epsilon}
     optimizer: torch.optim.Optimizer
     if config.optimizer == "adadelta":
@@ -490,8 +472,7 @@ class Meter:
     """Means of numbers over steps and ranks between two reports, without waiting for the device at each
     step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing, of the whole run and since the last other step."""
         self.restart()
@@ -503,8 +484,7 @@ class Meter:
 
     def restart(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}
-        self._work: dict[str, float] = {}
+        self._weights, self._work = Counter[str](), Counter[str]()
         self._steps, self._waited_s, self._began = 0, 0.0, time.perf_counter()
 
     def time_wait(self, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -519,9 +499,8 @@ class Meter:
             total, weight = value if isinstance(value, Weighted) else (value, 1.0)
             total = total.detach()
             self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-        for name, amount in work.items():
-            self._work[name] = self._work.get(name, 0.0) + amount
+            self._weights.update({name: weight})
+        self._work.update(work)
         self._steps += 1
         self.skipped_in_a_row = 0
 
@@ -533,29 +512,30 @@ class Meter:
 
     def read(self) -> tuple[dict[str, float], float]:
         """(the means and the rates per second since the last call, and all skipped steps; minutes since
-        `mark_saved`).
-
-        A collective call; ranks may have shown different names.
-        """
-        names, work = (sorted(set(gather_items(list(shown)))) for shown in (self._sums, self._work))
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        numbers = torch.stack([
-            *(self._sums.get(name, zero).double() for name in names),
-            *(zero + self._weights.get(name, 0.0) for name in names),
-            *(zero + self._work.get(name, 0.0) for name in work),
-            zero + (time.perf_counter() - self._saved) / 60,
-            zero + 1,
-        ])  # fmt: skip
-        *values, minutes, ranks = reduce_over_ranks(numbers).tolist()
-        seconds = time.perf_counter() - self._began
-        n = len(names)
-        means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
-        rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
+        `mark_saved`). A collective call."""
+        own_sums = {
+            name: total.item() for name, total in self._sums.items()
+        }  # waits for the device
+        now = time.perf_counter()
+        seconds, unsaved_minutes = now - self._began, (now - self._saved) / 60
+        own = (own_sums, self._weights, self._work, self._waited_s / seconds, unsaved_minutes)
+        sums, weights, work, waited, minutes = zip(*gather_items([own]), strict=True)
+        total = _add_up(sums)
+        means = {name: total[name] / weight for name, weight in _add_up(weights).items() if weight}
+        rates = {f"{name}_per_s": amount / seconds for name, amount in _add_up(work).items()}
         # All ranks wait for the one whose data comes last.
-        waited = reduce_over_ranks(zero + self._waited_s / seconds, dist.ReduceOp.MAX)
-        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": waited.item()}
+        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": max(waited)}
         self.restart()
-        return {**means, **rates, **speed, "skipped_steps": float(self.skipped)}, minutes / ranks
+        shown = {**means, **rates, **speed, "skipped_steps": float(self.skipped)}
+        return shown, sum(minutes) / len(minutes)
+
+
+def _add_up(numbers_of_ranks: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """By name; a rank may have shown other names than the others."""
+    total = Counter[str]()
+    for numbers in numbers_of_ranks:
+        total.update(numbers)
+    return total
 
 
 # What ranks share. All of these are collective calls; without a process group there is one rank.
@@ -580,8 +560,8 @@ def gather_items(items: list[ItemT]) -> list[ItemT]:
 
 def agree_on_precision(name: Precision, device: torch.device) -> Trained:
     """What `name` stands for on the hardware of all ranks: bf16 where each of them computes in it."""
-    is_bf16 = torch.tensor(int(resolve_precision(name, device) == "bf16"), device=device)
-    return "bf16" if reduce_over_ranks(is_bf16, dist.ReduceOp.MIN) else "fp32"
+    precisions = gather_items([resolve_precision(name, device)])
+    return "bf16" if set(precisions) == {"bf16"} else "fp32"
 
 
 def derived_seed(*numbers: int) -> int:

@@ -1,27 +1,15 @@
 """Mines hard negatives: wrong responses that the model in training scores nearly as high as the right one.
 
-Each round draws some rows of train. Their responses are the pool, which is embedded with the current weights.
-Every train context then looks for its nearest responses in the pool, but those that are right, too, or
-probably are.
+Each round draws P rows of train. Their responses, the pool, are embedded with the current weights. Every
+train context then looks for its nearest responses in the pool, but those that are right, too, or probably
+are. Each rank reads a share of the rows, row group by row group, and all ranks get what the others found.
 
-    1. draw P rows             each rank reads its share of them, row group by row group
-    2. embed the pool          each rank its share; all ranks get all P texts and vectors
-    3. search                  each rank reads its share of the contexts, row group by row group
-    4. exchange the places     all ranks get the places in the pool of all N rows
-
-Memory of one rank, with N rows, P responses, K = `top_k` and vectors of D dimensions:
-
-    P · (text + 4 · D bytes)   pool, and its vectors on the device
-    128 MB                     scores of a few contexts
-    one row group              texts that are read
-    4 · N · K bytes            places found, in an unlinked file in the directory for temporary files;
-                               its pages are the kernel's to drop
-
-For five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB these are 81 MB + 128 MB + 2 MB
-in memory, and 600 MB on disk (twice that while a round replaces the one before). Drawing the rows takes 40
-MB (8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places.
-It is written from the mapped file: 5,000,000 · 30 places added 573 MiB of file pages to a process that
-saved them, and no other memory.
+Memory of one rank, with N rows, K = `top_k` and vectors of D dimensions: the pool's texts and 4 · P · D
+bytes, 128 MB of scores, and the texts of one row group. The places found, 4 · N · K bytes, lie in an
+unlinked file in the directory for temporary files; its pages are the kernel's to drop, also while a
+checkpoint is written from it. For five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB
+these are 81 MB + 128 MB + 2 MB, and 600 MB on disk (twice that while a round replaces the one before).
+Drawing the rows takes 40 MB (8 · N bytes) for a moment where P is above N / 50.
 """
 
 from __future__ import annotations
@@ -36,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,7 +32,6 @@ from pipeline.models.ranker import Ranker
 from pipeline.training.data import Epoch, ExampleRow, Rows, answer_keys
 from pipeline.training.guide import highest_allowed
 from pipeline.training.loop import gather_items
-from pipeline.training.objectives import gather
 from pipeline.training.settings import Mining
 
 _CONTEXTS_AT_ONCE = 64
@@ -125,13 +111,13 @@ class Miner:
         self._ranker.eval()
         number = self._round.number + 1
         pool, right_places = self._draw(number)
-        count, vectors_PD = len(pool), torch.empty(0, self._ranker.dual.dimensions)
-        if share := pool[slice(*self._share(count))]:
-            vectors_PD = inference.candidate_vectors(self._ranker, share)
-        vectors_PD = self._gather(vectors_PD, count).to(self._ranker.device)
-        places_NK = _mapped_array(self._count, min(self._config.top_k, count))
+        share = pool[slice(*self._share(len(pool)))]
+        shares = gather_items([inference.candidate_vectors(self._ranker, share)] if share else [])
+        vectors_PD = torch.cat(shares).to(self._ranker.device)
+        places_NK = _mapped_array(self._count, min(self._config.top_k, len(pool)))
         self._search(places_NK, right_places, vectors_PD)
-        self._exchange(places_NK)
+        if self._world > 1:
+            self._exchange(places_NK)
         self._round = _Round(number, pool, places_NK)
 
     def _draw(self, number: int) -> tuple[list[str], _RightPlaces]:
@@ -163,14 +149,6 @@ class Miner:
         size, rank = -(-count // self._world), self._rank if rank is None else rank
         return min(count, rank * size), min(count, (rank + 1) * size)
 
-    def _gather(self, rows: Tensor, count: int) -> Tensor:
-        """All ranks' shares of `count` rows, put together, on the CPU."""
-        size = -(-count // self._world)
-        padded = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
-        padded[: len(rows)] = rows
-        device = self._ranker.device if dist.is_initialized() else "cpu"
-        return gather(padded.to(device)).cpu()[:count]
-
     def _search(
         self, places_NK: NDArray[np.int32], right_places: _RightPlaces, vectors_PD: Tensor
     ) -> None:
@@ -185,16 +163,11 @@ class Miner:
 
     def _exchange(self, places_NK: NDArray[np.int32]) -> None:
         """Fills in the other ranks' shares."""
-        if self._world == 1:
-            return
         shares = [self._share(self._count, rank) for rank in range(self._world)]
         for begin in range(0, self._share(self._count, 0)[1], _ROWS_AT_ONCE):
             parts = [places_NK[start + begin : stop][:_ROWS_AT_ONCE] for start, stop in shares]
-            rows = len(parts[0])  # the first rank's part is never the shorter one
-            rank_part_BK = torch.from_numpy(parts[self._rank])
-            gathered = self._gather(rank_part_BK, rows * self._world).numpy()
-            for number, part_BK in enumerate(parts):
-                part_BK[:] = gathered[number * rows :][: len(part_BK)]
+            for part_BK, found_BK in zip(parts, gather_items([parts[self._rank]]), strict=True):
+                part_BK[:] = found_BK
 
     def _nearest(
         self, rows: list[ExampleRow], right_places: _RightPlaces, vectors_PD: Tensor

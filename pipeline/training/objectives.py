@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,24 +37,15 @@ from pipeline.models.losses import (
     ranking_loss,
     right_above_all,
 )
-from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch
-from pipeline.training.guide import Guide
+from pipeline.training.data import TEACHER_RESPONSE, DualBatch, PairBatch, RankingBatch
+from pipeline.training.guide import Guide, GuideVectors
 from pipeline.training.loop import Autocast, Backward, StepMetrics
 from pipeline.training.settings import Distillation, FinetuneConfig
 
 LossMetrics = dict[str, Tensor]
 
 
-def gather(rows: Tensor) -> Tensor:
-    """Like `gather_with_gradient`, for tensors without a gradient."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows.contiguous())
-    return torch.cat(parts)
-
-
-class _GatherWithGradient(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """Forward: every rank's rows, in the order of ranks. Backward: each rank's own rows of the sum of all
     ranks' gradients.
 
@@ -65,7 +56,9 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         ctx.rows = len(rows)
-        return gather(rows)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -75,23 +68,32 @@ class _GatherWithGradient(torch.autograd.Function):
         return total[start : start + ctx.rows]
 
 
-def gather_with_gradient(rows: Tensor) -> Tensor:
-    """[N, …] on each of W ranks → [W·N, …] on all of them; the same tensor without a process group.
+def gather(rows: Tensor) -> Tensor:
+    """[N, …] on each of W ranks → [W·N, …] on all of them, with gradient; the same tensor without a process
+    group.
 
     Every rank must bring the same number of rows.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
-    gathered: Tensor = _GatherWithGradient.apply(rows)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(rows)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+_DEFAULTS = FinetuneConfig()
+NetworkT = TypeVar("NetworkT", bound=nn.Module)
 
 
-class Objective(nn.Module):
+class Objective(nn.Module, Generic[NetworkT]):
     """A loss in two steps, so that `cached_backward` can do the first one in parts."""
+
+    def __init__(
+        self, network: NetworkT, config: FinetuneConfig = _DEFAULTS, guide: Guide | None = None
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._config = config
+        self._guide = guide
 
     @abstractmethod
     def encode(self, batch: Any) -> tuple[Tensor, ...]:
@@ -100,6 +102,22 @@ class Objective(nn.Module):
     @abstractmethod
     def loss(self, encoded: Sequence[Tensor], batch: Any) -> tuple[Tensor, LossMetrics]:
         """The mean loss over the examples and numbers to show; float32."""
+
+    def _by_guide(
+        self,
+        vectors: GuideVectors,
+        columns: Sequence[Tensor],
+        label_B: Tensor,
+        excluded_BC: Tensor,
+        metrics: LossMetrics,
+    ) -> Tensor:
+        """[B, C] bool: what the guide excludes by its vectors; shows the share of all wrong columns that
+        count without the guide and not with it."""
+        assert self._guide is not None
+        by_guide_BC = self._guide.excludes(vectors, columns, label_B)
+        count = excluded_BC.numel() - len(excluded_BC)
+        metrics["guide_excludes"] = (by_guide_BC & ~excluded_BC).sum() / max(1, count)
+        return by_guide_BC
 
     def forward(self, batch: Any, gradients: Sequence[Tensor] | None = None) -> Any:
         """`loss` of a batch. With gradients of the loss by each float tensor of `encode`: a number
@@ -114,27 +132,13 @@ class Objective(nn.Module):
         ).sum()
 
 
-_DEFAULTS = FinetuneConfig()
-
-
-class DualModule(Objective):
+class DualModule(Objective[VectorNetwork]):
     """Softmax over candidates: every response of the global batch, or each context's own, or both.
 
     With `share_negatives`, a context's wrong candidates count for every context of the global batch, as
     sentence-transformers' MultipleNegativesRankingLoss has it. Responses and candidates that answer the
     context in another example of the batch do not count, nor do those that the `guide` excludes.
     """
-
-    def __init__(
-        self,
-        network: VectorNetwork,
-        config: FinetuneConfig = _DEFAULTS,
-        guide: Guide | None = None,
-    ) -> None:
-        super().__init__()
-        self.network = network
-        self._config = config
-        self._guide = guide
 
     @property
     def _from_batch(self) -> bool:
@@ -157,16 +161,13 @@ class DualModule(Objective):
         learns from the teacher."""
         distill, smoothing = self._config.distill, self._config.label_smoothing
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
-        columns = self._columns(responses_BD, negatives_BKD, gather_with_gradient)
+        columns = self._columns(responses_BD, negatives_BKD)
         label_B = _places(batch) if self._from_batch else torch.zeros_like(_places(batch))
         excluded_BC, metrics = self._right_columns(batch, label_B), dict[str, Tensor]()
-        if self._guide is not None:
-            assert batch.guide is not None
+        if batch.guide is not None:
             own_BCD = batch.guide.candidates_BCD
-            guide_columns = self._columns(own_BCD[:, 0], own_BCD[:, 1:], gather)
-            by_guide_BC = self._guide.excludes(batch.guide, guide_columns, label_B)
-            metrics["guide_excludes"] = _share_of_negatives(by_guide_BC, excluded_BC)
-            excluded_BC = excluded_BC | by_guide_BC
+            guide_columns = self._columns(own_BCD[:, 0], own_BCD[:, 1:])
+            excluded_BC |= self._by_guide(batch.guide, guide_columns, label_B, excluded_BC, metrics)
         parts = list[Tensor]()
         views = zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True)
         for view, (vectors_BMD, mask_BM) in enumerate(views):
@@ -205,18 +206,13 @@ class DualModule(Objective):
             negatives_BN = batch.negative_keys_BK == batch.keys_BS[:, :1]
         return torch.cat([responses_BC, negatives_BN], dim=1)
 
-    def _columns(
-        self,
-        responses_BD: Tensor,
-        negatives_BKD: Tensor,
-        gather_rows: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    def _columns(self, responses_BD: Tensor, negatives_BKD: Tensor) -> tuple[Tensor, Tensor]:
         """The candidates that are compared with each context, of the vectors of this rank's: responses of all
         ranks [C, D], or the own one [B, 1, D]; negatives of all ranks [N, D], or the own ones [B, K, D]."""
-        responses = gather_rows(responses_BD) if self._from_batch else responses_BD[:, None]
+        responses = gather(responses_BD) if self._from_batch else responses_BD[:, None]
         if not self._config.share_negatives:
             return responses, negatives_BKD
-        return responses, gather_rows(negatives_BKD.flatten(0, 1))
+        return responses, gather(negatives_BKD.flatten(0, 1))
 
     def _score_loss(
         self,
@@ -272,20 +268,9 @@ class DualModule(Objective):
         return torch.cat(columns, dim=1) * network.training_scale
 
 
-class PairModule(Objective):
+class PairModule(Objective[PairNetwork]):
     """Softmax over each context's own candidates. Copies of the right candidate are left out, and what the
     `guide` excludes."""
-
-    def __init__(
-        self,
-        network: PairNetwork,
-        config: FinetuneConfig = _DEFAULTS,
-        guide: Guide | None = None,
-    ) -> None:
-        super().__init__()
-        self.network = network
-        self._distill = config.distill
-        self._guide = guide
 
     def encode(self, batch: PairBatch) -> tuple[Tensor, ...]:
         """Scores [B, C]."""
@@ -297,31 +282,23 @@ class PairModule(Objective):
         excluded_BC = batch.key_BC == batch.key_BC[:, :1]
         excluded_BC[:, 0] = False
         metrics = dict[str, Tensor]()
-        if self._guide is not None:
-            assert batch.guide is not None
+        if batch.guide is not None:
             columns = [batch.guide.candidates_BCD]
-            by_guide_BC = self._guide.excludes(batch.guide, columns, label_B)
-            metrics["guide_excludes"] = _share_of_negatives(by_guide_BC, excluded_BC)
-            excluded_BC = excluded_BC | by_guide_BC
+            excluded_BC |= self._by_guide(batch.guide, columns, label_B, excluded_BC, metrics)
         loss = ranking_loss(scores_BC, label_B, excluded_BC)
         is_right_B = right_above_all(scores_BC, label_B, excluded_BC)
         metrics["accuracy"] = is_right_B.float().mean()
-        if self._distill.loss != "none":
+        if self._config.distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
-            teacher_loss = _distillation_loss(self._distill, scores_BC, teacher_BC)
+            teacher_loss = _distillation_loss(self._config.distill, scores_BC, teacher_BC)
             loss, metrics["distill_loss"] = loss + teacher_loss, teacher_loss.detach()
         return loss, metrics
 
 
 def _places(batch: DualBatch) -> Tensor:
     """[B]: the places of a rank's examples in the global batch."""
-    return torch.arange(len(batch), device=batch.keys_BS.device) + rank() * len(batch)
-
-
-def _share_of_negatives(by_guide_BC: Tensor, excluded_BC: Tensor) -> Tensor:
-    """The share of all wrong columns that count without the guide and not with it."""
-    count = excluded_BC.numel() - len(excluded_BC)
-    return (by_guide_BC & ~excluded_BC).sum() / max(1, count)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.arange(len(batch), device=batch.keys_BS.device) + rank * len(batch)
 
 
 def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
@@ -342,7 +319,7 @@ def guided(backward: Backward, guide: Guide) -> Backward:
     """A `backward` before which the guide reads the batch, while no activations are in memory."""
 
     def run(
-        model: nn.Module, batch: DualBatch | PairBatch, autocast: Autocast
+        model: nn.Module, batch: RankingBatch, autocast: Autocast
     ) -> tuple[Tensor, StepMetrics]:
         assert batch.guide_rows is not None
         vectors = guide.vectors(batch.guide_rows, batch.teacher_BC.device)
@@ -362,7 +339,7 @@ def gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     return context
 
 
-def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
+def cached_backward(objective: Objective[Any], chunk_examples: int) -> Backward:
     """A `backward` that works in chunks of `chunk_examples` examples. Its `model` is `objective`, wrapped
     for its ranks.
 

@@ -65,14 +65,12 @@ def _accumulate(
         loss += share.detach() * world
         total += torch.stack([value.detach() for value in sums])
     step_sums = PretrainingSums(*total)
-    metrics: dict[str, Weighted] = {}
-    if predicted:
-        metrics["mlm_loss"] = Weighted(step_sums.mlm_sum, predicted)
-        metrics["mlm_accuracy"] = Weighted(step_sums.mlm_hits, predicted)
-    if pairs:
-        metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
-        metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
-    return loss, metrics
+    return loss, {
+        "mlm_loss": Weighted(step_sums.mlm_sum, predicted),
+        "mlm_accuracy": Weighted(step_sums.mlm_hits, predicted),
+        "next_loss": Weighted(step_sums.next_sum, pairs),
+        "next_accuracy": Weighted(step_sums.next_hits, pairs),
+    }
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class PretrainingValidation:
         if pairs:
             metrics |= {"next_loss": next_sum / pairs, "next_accuracy": next_hits / pairs}
             metrics["loss"] += metrics["next_loss"]
-        return Measured(metrics, "loss", higher_is_better=False)
+        return Measured(metrics, (-metrics["loss"], -metrics["loss"]))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -34,7 +35,8 @@ from torch import Tensor
 from pipeline.arrays import GOLDEN, Bools, Floats, Ints, Keys, mix
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.training.data import Epoch, Rows, TensorBatch, prefetch
+from pipeline.storage.prefetch import map_prefetched
+from pipeline.training.data import Epoch, Rows, TensorBatch
 from pipeline.training.settings import PretrainConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
@@ -168,15 +170,11 @@ def make_pairs(
 
 
 def cut(lengths_R: Ints, tokens: int, rng: np.random.Generator) -> list[Ints]:
-    """Rows of micro-batches of similar length: `tokens` at most, padding included, in random order.
-
-    Raises ValueError if a row has more tokens than that.
-    """
+    """Rows of micro-batches of similar length: `tokens` at most, padding included, in random order. No row is
+    longer than that."""
     order_R = rng.permutation(len(lengths_R))
     order_R = order_R[np.argsort(lengths_R[order_R], kind="stable")]
     sorted_R = lengths_R[order_R]
-    if len(sorted_R) and sorted_R[-1] > tokens:
-        raise ValueError(f"a pair has {sorted_R[-1]} tokens, a micro-batch {tokens}")
     batches, start = list[Ints](), 0
     while start < len(sorted_R):
         # The longest is the last: no more rows than fit at the first one's length.
@@ -362,15 +360,16 @@ class _WindowReader:
         return pairs, cut_pairs(pairs, self.config, rng)
 
     def micro_batches(
-        self, lane: int, position: list[int], first: Future[_Window], threads: ThreadPoolExecutor
+        self, lane: int, position: list[int], thread: Executor
     ) -> Iterator[tuple[Pairs, Ints, list[int]]]:
         """(pairs of a window, which of them are a micro-batch, the position after it) for ever, from a
-        position on whose window is `first`; the next window is read in another thread meanwhile."""
-        (epoch, window, batch), future = position, first
+        position on. The next window is read in the thread meanwhile."""
+        epoch, window, batch = position
+        future = thread.submit(self.read, lane, epoch, window)
         while True:
             pairs, batches = future.result()
             after = (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
-            future = threads.submit(self.read, lane, *after)
+            future = thread.submit(self.read, lane, *after)
             for number in range(batch, len(batches)):
                 is_last = number + 1 == len(batches)
                 position = [*after, 0] if is_last else [epoch, window, number + 1]
@@ -500,15 +499,11 @@ class PretrainingBatches:
         world: int,
         seed: int,
     ) -> None:
-        """Raises BadInput for more workers than lanes, corpora of different tokenizers, weights that are not
-        one positive number per corpus, and a corpus that is too small or whose texts were truncated too
-        short."""
+        """`weights`: a positive number for each corpus. Raises BadInput for more workers than lanes, corpora
+        of different tokenizers, and a corpus that is too small or whose texts were truncated too short."""
         require(world <= config.lanes, "resources.workers", world,
                 f"at most {config.lanes}, the micro-batches of a step "
                 "(pretrain.batch_tokens / pretrain.micro_batch_tokens)")  # fmt: skip
-        require(len(corpora) >= 1, "corpora", "none", "one or more")
-        require(len(weights) == len(corpora) and min(weights) > 0, "weights", tuple(weights),
-                f"{len(corpora)} numbers above 0, one for each corpus")  # fmt: skip
         self._readers = list[_WindowReader]()
         for number, corpus in enumerate(corpora):
             if corpus.tokenizer_version != corpora[0].tokenizer_version:
@@ -536,14 +531,14 @@ class PretrainingBatches:
             self.steps_per_epoch = pairs / (config.lanes * config.lane_pairs)
         self._vocabulary = corpora[0].vocabulary
         shares_V = starts_V = None
-        if config.predicts_tokens(step=0) and config.rare_token_alpha:
+        if config.rare_token_alpha:
             counts = [corpus.token_counts() for corpus in corpora]
             parts = [
                 weight * count_V / count_V.sum()
                 for weight, count_V in zip(weights, counts, strict=True)
             ]
             shares_V = np.sum(parts, axis=0) / sum(weights)
-        if config.predicts_tokens(step=0) and config.whole_words:
+        if config.whole_words:
             starts_V = word_starts(Tokenizer.load(corpora[0].tokenizer().local()))
         probability_V = prediction_probabilities(self._vocabulary, config, shares_V)
         self._masker = Masker(probability_V, self._vocabulary.mask, starts_V)
@@ -554,7 +549,10 @@ class PretrainingBatches:
         `cursors`: those of all workers of the run that saved them, of any number; none: from the beginning.
         Raises BadInput if they have another number of lanes.
         """
-        return prefetch(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
+        walk = self._walk(self._positions(cursors))
+        return map_prefetched(
+            next, itertools.repeat(walk), threads=1, most_waiting=_STEPS_AHEAD + 1
+        )
 
     def _positions(self, cursors: Sequence[LaneCursor]) -> dict[int, LanePosition]:
         count = self._config.lanes
@@ -565,31 +563,20 @@ class PretrainingBatches:
         if sorted(saved) != list(range(count)):
             raise BadInput(f"the checkpoint has {len(saved)} micro-batches in a step, this run {count}; "
                            "pretrain.batch_tokens and pretrain.micro_batch_tokens have to stay")  # fmt: skip
-        if len({position["micro_batches"] for position in saved.values()}) != 1:
-            raise BadInput(
-                "the checkpoint has cursors of several steps; resume from a whole checkpoint"
-            )
-        for position in saved.values():
-            if len(position["corpora"]) != len(self._readers):
-                raise BadInput(f"the checkpoint has {len(position['corpora'])} corpora, this run "
-                               f"{len(self._readers)}; resume with the same ones")  # fmt: skip
         return {lane: saved[lane] for lane in self.lanes}
 
     def _walk(self, positions: dict[int, LanePosition]) -> Iterator[tuple[StepBatch, LaneCursor]]:
-        threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        thread = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        corpora = {lane: list(position["corpora"]) for lane, position in positions.items()}
+        streams = {
+            lane: [
+                reader.micro_batches(lane, position, thread)
+                for reader, position in zip(self._readers, corpora[lane], strict=True)
+            ]
+            for lane in self.lanes
+        }
         try:
-            corpora = {lane: list(position["corpora"]) for lane, position in positions.items()}
-            streams = {
-                lane: [
-                    reader.micro_batches(
-                        lane, position, threads.submit(reader.read, lane, *position[:2]), threads
-                    )
-                    for reader, position in zip(self._readers, corpora[lane], strict=True)
-                ]
-                for lane in self.lanes
-            }
-            step = next(iter(positions.values()))["micro_batches"]
-            while True:
+            for step in itertools.count(positions[self.lanes[0]]["micro_batches"]):
                 batches = list[MicroBatch]()
                 for lane in self.lanes:
                     number = self._draw_corpus(lane, step)
@@ -601,9 +588,8 @@ class PretrainingBatches:
                     for lane in self.lanes
                 }
                 yield StepBatch(step, self.lanes, batches), cursor
-                step += 1
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _draw_corpus(self, lane: int, step: int) -> int:
         """Which corpus a lane's micro-batch comes from."""

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from pipeline import cost, storage
 from pipeline.arrays import Ints
-from pipeline.artifact import Artifact, FileEntry, file_entry, folder_entries, open_artifact
+from pipeline.artifact import Artifact, file_entry, folder_entries, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.corpora.schema import Split, example_files
 from pipeline.engine.draft import Draft
@@ -121,30 +121,12 @@ def require_train(corpus: Artifact) -> None:
         raise BadInput(f"--corpus {corpus.uri}: the corpus has no examples in train/")
 
 
-@dataclass(frozen=True)
-class Tokenized:
-    """The content of the draft, ready to be published."""
-
-    files: list[FileEntry]
-    counts: dict[str, int]
-    dropped: dict[str, int]
-    facts: dict[str, Any]
-    """Further entries of the manifest."""
-
-
 def tokenize(
     draft: Draft, corpus: Artifact, source: Source, vocabulary: Vocabulary, config: TokenizeConfig
-) -> Tokenized:
-    """Fills the draft."""
+) -> dict[str, Any]:
+    """Fills the draft; returns the arguments of its `publish`."""
     paths = [path for split in _SPLITS for path in corpus.paths(f"{split}/", ".parquet")]
     valid_share = 0.0 if corpus.paths("valid/", ".parquet") else config.valid_share
-    work = functools.partial(
-        _tokenize_shard,
-        source=source,
-        vocabulary_size=vocabulary.size,
-        config=config,
-        valid_share=valid_share,
-    )
     tasks = {
         path.replace("/", "-").removesuffix(".parquet"): {
             "uri": storage.join(corpus.uri, path),
@@ -152,6 +134,10 @@ def tokenize(
         }
         for path in paths
     }
+
+    def work(draft: Draft, task: str, shard: dict[str, str]) -> TaskRecord:
+        return _tokenize_shard(draft, task, shard, source, vocabulary.size, config, valid_share)
+
     records = run_tasks(draft, tasks, work, "tokenize", TaskRecord)
     if not any(entry["path"].startswith("train/") for record in records for entry in record.files):
         raise BadInput(f"--corpus {corpus.uri}: no example of train/ has a context and a response")
@@ -166,10 +152,13 @@ def tokenize(
         storage.upload(folder.parent, draft.staging)
         files += folder_entries(folder.parent)
         version = digest([file_entry("", (folder / "tokenizer.json").read_bytes())["sha256"]])
-    facts = {"vocabulary": asdict(vocabulary), "tokenizer_version": version}
-    counts = sum_counts(record.counts for record in records)
-    dropped = sum_counts(record.dropped for record in records)
-    return Tokenized(files, counts, dropped, facts)
+    return {
+        "files": files,
+        "counts": sum_counts(record.counts for record in records),
+        "dropped": sum_counts(record.dropped for record in records),
+        "vocabulary": asdict(vocabulary),
+        "tokenizer_version": version,
+    }
 
 
 def estimate(corpus: Artifact, source: Source, config: TokenizeConfig) -> cost.Estimate:
@@ -211,6 +200,7 @@ def _tokenize_shard(
     config: TokenizeConfig,
     valid_share: float,
 ) -> TaskRecord:
+    """`valid_share`: above 0 for shards of train alone."""
     tokenizer = _load(source.local())
     split, _, file = shard["path"].partition("/")
     kind = pa.uint16() if vocabulary_size <= _LARGEST_UINT16_VOCABULARY else pa.uint32()
@@ -220,11 +210,8 @@ def _tokenize_shard(
         for batch in pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
             table, groups = _tokenize_rows(batch, tokenizer, config, kind, dropped)
             valid_N = pa.array([is_held_out(group, valid_share) for group in groups], pa.bool_())
-            if split == "train" and valid_share:
-                tables["valid"].append(table.filter(valid_N))
-                tables["train"].append(table.filter(pc.invert(valid_N)))
-            else:
-                tables[split].append(table)
+            tables["valid"].append(table.filter(valid_N))
+            tables[split].append(table.filter(pc.invert(valid_N)))
     counts: Counter[str] = Counter()
     files = []
     count_V = np.zeros(vocabulary_size, np.int64)

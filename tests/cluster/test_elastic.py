@@ -13,17 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import mlflow
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from jobs import pretrain
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import parse
 from pipeline.engine import executors
 from pipeline.models.sources import External
-from tests.helpers import wait_until
+from tests.helpers import curve, wait_until
 
 from .conftest import ROOT, nodes_of_one_core
 
@@ -74,11 +73,6 @@ ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
 pretrain.program.main(pretrain.Config, pretrain.run, "pretrain")
 """
 STEPS = 90
-
-
-def curve(encoder: Artifact) -> dict[int, float]:
-    history = mlflow.MlflowClient().get_metric_history(encoder.manifest["run_id"], "loss")
-    return {point.step: point.value for point in history}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ import pyarrow as pa
 import pytest
 import ray.cloudpickle
 import torch
-from safetensors.torch import load_file
 
 from jobs import pretrain
 from pipeline.artifact import Artifact, open_artifact
@@ -42,7 +41,7 @@ from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import estimate
 from pipeline.training.checkpoint import read_saved
 from pipeline.training.pretraining import Pretraining
-from tests.helpers import INTERRUPTED, TERMINATED, wait_until
+from tests.helpers import INTERRUPTED, TERMINATED, curve, same_weights, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
 pytestmark = pytest.mark.timeout(900)  # some train three times, and Ray starts each in seconds
@@ -114,25 +113,6 @@ def whole_here(tokens, command, tmp_path_factory) -> SimpleNamespace:
     with executors.in_this_process():
         summary = pretrain.run(parse(pretrain.Config, command(output, steps=18), "test"))
     return SimpleNamespace(artifact=open_artifact(str(output), "encoder"), summary=summary)
-
-
-def weights(encoder: Artifact) -> dict[str, torch.Tensor]:
-    files = [path for path in sorted(encoder.local().glob("*.safetensors"))]
-    assert len(files) == 2  # the masked language model and the next head
-    tensors = ((file.name, load_file(file).items()) for file in files)
-    return {f"{file} {name}": value for file, items in tensors for name, value in items}
-
-
-def same_weights(one: Artifact, other: Artifact) -> bool:
-    left, right = weights(one), weights(other)
-    assert left.keys() == right.keys()
-    return all(torch.equal(value, right[name]) for name, value in left.items())
-
-
-def curve(encoder: Artifact, since_ms: int = 0, name: str = "loss") -> dict[int, float]:
-    run_id = encoder.manifest["run_id"]
-    points = mlflow.MlflowClient().get_metric_history(run_id, name)
-    return {point.step: point.value for point in points if point.timestamp >= since_ms}
 
 
 def points(encoder: Artifact) -> list[tuple[int, float]]:
@@ -207,7 +187,7 @@ def test_a_killed_job_ends_with_the_same_weights(
     ]  # fmt: skip
     assert finished.summary["already_done"] is False
     encoder = open_artifact(str(output), "encoder")
-    assert same_weights(encoder, whole.artifact)
+    assert same_weights(encoder.local(), whole.artifact.local())
     # Points that the driver had not sent to MLflow yet when it was killed are lost; none is wrong, and
     # none is missing after the checkpoint.
     shown, expected = curve(encoder), curve(whole.artifact)
@@ -256,7 +236,7 @@ def test_a_job_that_gets_sigterm_saves_its_step_and_goes_on_from_there(
 
     assert run_job("pretrain", *argv).code == 0
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
-    assert same_weights(encoder, whole.artifact)
+    assert same_weights(encoder.local(), whole.artifact.local())
     assert points(encoder) == sorted(curve(whole.artifact).items())  # no step was computed twice
 
 
@@ -277,7 +257,7 @@ def test_a_worker_that_gets_sigterm_saves_its_step_and_others_go_on(
     assert process.wait(timeout=200) == 0
     assert re.search(r"is going; step \d+ is saved", (tmp_path / "log").read_text())
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
-    assert same_weights(encoder, whole.artifact)
+    assert same_weights(encoder.local(), whole.artifact.local())
     assert points(encoder) == sorted(curve(whole.artifact).items())
 
 
@@ -326,7 +306,7 @@ def test_a_job_that_gets_sigterm_goes_on_from_the_step_that_it_names(
     assert f"steps: 12 is not allowed; allowed: at least {step}" in fewer
     assert run_job_here("pretrain", *argv).summary["counts"]["steps"] == 18
     encoder = open_artifact(str(tmp_path / "encoder"), "encoder")
-    assert same_weights(encoder, whole_here.artifact)
+    assert same_weights(encoder.local(), whole_here.artifact.local())
     assert points(encoder) == sorted(curve(whole_here.artifact).items())
 
 
@@ -429,7 +409,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_when_there_is_room(
     assert not output.exists()
     assert run_job("pretrain", *command(output)).code == 0
     encoder = open_artifact(str(output), "encoder")
-    assert same_weights(encoder, whole.artifact)
+    assert same_weights(encoder.local(), whole.artifact.local())
     assert curve(encoder) == curve(whole.artifact)
 
 
@@ -470,11 +450,11 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
     finished = run_job_here("pretrain", *command(tmp_path / "long", *more, steps=18))
     assert finished.summary["counts"]["steps"] == 18
     encoder = open_artifact(str(tmp_path / "long"), "encoder")
-    assert same_weights(encoder, whole_here.artifact)
+    assert same_weights(encoder.local(), whole_here.artifact.local())
     assert encoder.manifest["precision"] == "fp32"
     short = open_artifact(str(tmp_path / "short"), "encoder")
     assert {**curve(short), **curve(encoder)} == curve(whole_here.artifact)
-    assert not same_weights(short, whole_here.artifact)
+    assert not same_weights(short.local(), whole_here.artifact.local())
 
     def refusal(*options: object, **changed: int) -> str:
         refused = run_job_here("pretrain", *command(tmp_path / "no", *options, **changed)).refusal
@@ -496,6 +476,8 @@ SHARDED = ("--resources.shard-weights", "true", "--resources.gpu", "true")
 
 @pytest.mark.parametrize(("options", "parts"), [
     (["--weights", "[1, 2]"], ["weights", "1: one for each corpus"]),
+    (["--weights", "[0]"], ["weights: (0.0,) is not allowed", "above 0"]),
+    (["--corpus", "[]"], ["corpus: 'none' is not allowed; allowed: one or more"]),
     (["--resources.workers", 5], ["resources.workers: 5", "at most 4"]),
     (["--resources.shard-weights", "true"], ["shard_weights: True", "false without resources.gpu"]),
     ([*SHARDED, "--resources.workers", 3], ["resources.workers: 3", "a divisor of 4"]),
@@ -537,8 +519,13 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(run_job_here, command, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_counts_tokens_without_padding(run_job_here, command, tmp_path, tokens):
+def test_a_dry_run_counts_tokens_without_padding(
+    run_job_here, command, tmp_path, tokens, monkeypatch
+):
     """A step has eight pairs, however short they are: not 640 tokens."""
+    monkeypatch.setattr(
+        estimate, "_MEASURED_SECONDS", 0.5
+    )  # a mean over more than ten micro-batches
     argv = command(tmp_path / "out", "--dry-run", "true", "--pretrain.objective", "contrastive",
                    "--pretrain.batch-tokens", 640, "--pretrain.micro-batch-tokens", 160)  # fmt: skip
     said = run_job_here("pretrain", *argv).summary
@@ -598,8 +585,8 @@ def test_the_memory_of_a_dry_run_is_that_of_training(run_job_here, command, tmp_
 
 def test_on_a_gpu_the_memory_of_a_dry_run_is_the_peak(monkeypatch):
     """Of one GPU that holds all weights; sharded, each of four has a quarter of them."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_000)
-    pace = estimate._MeasuredSteps(1, {}, 1.0, 1, kept_bytes=77)
-    memory = functools.partial(estimate._pretraining_memory, pace, 100, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10_000)
+    monkeypatch.setattr(estimate, "best_device", lambda: torch.device("cuda"))
+    memory = functools.partial(estimate._pretraining_memory, 77, 100)
     assert memory(sharded=1)[0] == 10_000
     assert memory(sharded=4)[0] == 10_000 - 1_600 + 400

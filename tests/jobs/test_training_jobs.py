@@ -25,6 +25,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
 from pipeline.engine import executors
 from pipeline.models.ranker import load_ranker
+from tests.helpers import curve, same_weights
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
 COMMON = (
@@ -81,11 +82,6 @@ def trained(
 
 def run_of(artifact: Artifact) -> mlflow.entities.Run:
     return mlflow.MlflowClient().get_run(artifact.manifest["run_id"])
-
-
-def curve(artifact: Artifact, name: str = "loss") -> dict[int, float]:
-    history = mlflow.MlflowClient().get_metric_history(artifact.manifest["run_id"], name)
-    return {point.step: point.value for point in history}
 
 
 # What comes out
@@ -454,17 +450,6 @@ def test_pretraining_refuses_a_misfit(run_job_here, convai2_corpus, tmp_path, ch
 
 
 # More steps
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    left, right = (
-        {f"{file.relative_to(folder)} {name}": value
-         for file in sorted(folder.rglob("*.safetensors")) if "training_state" not in file.parts
-         for name, value in load_file(file).items()}
-        for folder in (one, other)
-    )  # fmt: skip
-    assert left.keys() == right.keys() and left
-    return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def test_a_loss(tiny, monkeypatch):
     class Batch:
         key_BC = torch.tensor([[1, 2, 3]])
         teacher_BC = torch.tensor([[3.0, 1.0, 0.0]])
+        guide = None
 
     scores_BC = torch.tensor([[2.0, 1.0, 0.5]], requires_grad=True)
     loss, shown = taught.loss((scores_BC,), Batch())

@@ -18,7 +18,7 @@ from pipeline.training.data import TEACHER_COLUMNS, DualBatch, DualCollator, Pai
 from pipeline.training.guide import Guide
 from pipeline.training.objectives import DualModule, PairModule, backward, cached_backward
 from pipeline.training.settings import Distillation, FinetuneConfig, GuideLimits
-from tests.helpers import memory_kib, restart_peak_memory, run_in_processes
+from tests.helpers import collated, memory_kib, restart_peak_memory, run_in_processes
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
@@ -59,8 +59,7 @@ def made(tiny, kind, dropout=0.0):
         given = 3 if "negatives_from" in more else 0
         objective = DualModule(ranker.dual, config, guide)
         collator = DualCollator(ranker, given, TEACHER_COLUMNS["batch"], guide=guide)
-    generator = torch.Generator().manual_seed(0)
-    batch = collator.collate(collator.prepare(ROWS, generator), generator)
+    batch = collated(collator, ROWS)
     if guide is not None:
         batch = replace(batch, guide=guide.vectors(batch.guide_rows, torch.device("cpu")))
     return objective.train(), batch
@@ -133,7 +132,7 @@ def measure_memory(examples, chunk, folder, number):
     none = torch.zeros(examples, 0)
     batch = DualBatch(
         tokens(examples), tokens(examples), torch.arange(examples)[:, None], tokens(0), none.long(),
-        torch.zeros(examples, 1), none, none,
+        none, none, teacher_BC=torch.zeros(examples, 1),
     )  # fmt: skip
     restart_peak_memory()
     before = memory_kib("VmRSS")

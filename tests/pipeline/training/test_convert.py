@@ -18,6 +18,7 @@ from pipeline.training.finetuning import Finetuning, Validation
 from pipeline.training.loop import Listener, train
 from pipeline.training.objectives import DualModule
 from pipeline.training.settings import FinetuneConfig, LoopConfig
+from tests.helpers import collated
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -40,11 +41,6 @@ def vocabulary(tmp_path_factory):
     return folder
 
 
-def collated(ranker, rows):
-    collator, generator = DualCollator(ranker), torch.Generator().manual_seed(0)
-    return collator.collate(collator.prepare(rows, generator), generator)
-
-
 def smoothed_loss(scores_BC, excluded_BC, smoothing):
     """Per row, in float64: the target has 1 - ε more at the diagonal than ε over all that count."""
     losses = []
@@ -63,7 +59,7 @@ def test_the_loss_is_the_sum_of_what_each_encoding_of_a_context_ranks(vocabulary
     ranker = new_ranker(config, vocabulary, seed=0)
     ranker.network.before_step(7)
     scale = 1 + (np.sqrt(16) - 1) * 7 / 20
-    batch = collated(ranker, ROWS)
+    batch = collated(DualCollator(ranker), ROWS)
     with torch.no_grad():
         loss, shown = DualModule(ranker.dual, FinetuneConfig(label_smoothing=0.2))(batch)
         views = ranker.dual.context_views(batch.contexts)
@@ -121,10 +117,9 @@ def test_a_multi_context_model_learns_from_raw_examples_and_keeps_it_in_8_bits(
         token_tables="apart", weight_decay=1e-5, precision="fp32", log_every_steps=50,
     )  # fmt: skip
     task = finetuning(tiny, vocabulary, rows, loop, earlier_turns=10).build(0, 1)
-    reports = []
-    listener = Listener(reports.append, lambda state, cursor: None)
+    losses = []
+    listener = Listener(lambda step, metrics: losses.append(metrics["loss"]))
     train(task, task.module, loop, CPU, 0, listener)
-    losses = [report.metrics["loss"] for report in reports]
     assert losses[-1] < losses[0]
     assert task.ranker.network.training_scale.item() == pytest.approx(4.0)
     task.save(tmp_path)

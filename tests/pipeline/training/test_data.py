@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +24,8 @@ class Lengths:
     def prepare(self, rows, generator):
         return [(int(row["example_id"][1:]), len(row["response"].split())) for row in rows]
 
-    def collate(self, items, generator):
-        return items, int(torch.randint(1 << 30, (1,), generator=generator))
+    def collate(self, items):
+        return items
 
 
 def lengths(count):
@@ -69,7 +68,7 @@ def epoch_of(batches, epoch=0):
     """The items of an epoch's batches; the first batch of the next one ends it."""
     found = []
     walk = batches.start([Cursor(epoch)] * batches.rows.world)
-    for (items, _), cursor in walk:
+    for items, cursor in walk:
         if cursor.epoch != epoch:
             break
         found.append(items)
@@ -167,7 +166,7 @@ def test_batches_of_so_many_rows_are_drawn_whatever_their_length(corpora):
 
 
 def test_any_cursor_goes_on_with_the_same_batches(corpora):
-    """Over more than two epochs: same rows and the same chance in `collate`."""
+    """Over more than two epochs."""
     batches = batches_of(corpora(50), rank=1, world=2, window_rows=9, examples=4)
     whole = take(batches, 30)
     assert whole[-1][1].epoch >= 2
@@ -192,15 +191,6 @@ def test_threads_may_read_the_same_files_at_once(corpora):
             assert table.equals(whole.slice(9 * (place % 20), 20))
 
 
-def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
-    draws = [
-        draw
-        for rank in (0, 1)
-        for (_, draw), _ in take(batches_of(corpora(50), rank, 2, examples=3), 20)
-    ]
-    assert len(set(draws)) == 40
-
-
 @pytest.mark.parametrize(("world", "examples", "allowed"), [(1, 51, 50), (3, 17, 48)])
 def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples, allowed):
     """With a batch that is allowed: a multiple of the workers."""
@@ -223,7 +213,7 @@ def test_a_corpus_without_the_split_is_refused(tiny, corpora):
 
 
 class Broken(Lengths):
-    def collate(self, items, generator):
+    def collate(self, items):
         raise RuntimeError("cannot collate")
 
 

@@ -19,12 +19,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForMaskedLM
 
-from pipeline.models.settings import Shape
 from pipeline.training.checkpoint import is_sharded, read_saved, read_state, weights_of, write_state
 from pipeline.training.launch import distribute
 from pipeline.training.loop import Listener, train
-from pipeline.training.pretraining import Pretraining
-from pipeline.training.settings import LoopConfig, PretrainConfig
+from pipeline.training.settings import LoopConfig
 from tests.helpers import run_in_processes
 
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 4, 2
@@ -65,7 +63,7 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None, terminat
             write_state(state, folder)
 
     listener = Listener(
-        lambda progress: losses.__setitem__(progress.step, dict(progress.metrics)), checkpoint,
+        losses.__setitem__, checkpoint,
         is_terminated=terminated,
     )  # fmt: skip
     train(
@@ -113,25 +111,16 @@ def work(folder, rank):
 
 
 @pytest.fixture(scope="module")
-def recipes(tiny):
+def recipes(pretraining):
     """By objective, without dropout; "dropout": joint, with it, validated after every second step."""
-    rows = [
-        {"context": [f"w{n}"] * (1 + n % 7), "response": f"w{n} w{n + 60}" + " w9" * (n % 4)}
-        for n in range(60)
-    ]
-    corpus = tiny.tokens(tiny.corpus(rows, rows_per_group=16), valid_share=0.2)
     # A gradient that is 0 but for rounding (of the key's bias) must not become a step of Adam.
     loop = LoopConfig(
         precision="fp32", learning_rate=0.003, epsilon=1e-4, warmup_steps=2, log_every_steps=1,
         checkpoint_every_steps=HALF, validate_every_steps=2, stop_after_validations=0,
         schedule="constant",
     )  # fmt: skip
-    config = PretrainConfig(
-        batch_tokens=160, micro_batch_tokens=40, max_context_tokens=20, max_response_tokens=10,
-        window_rows=16, masked_share=0.3, steps=STEPS,
-    )  # fmt: skip
-    shape = Shape(**{**tiny.shape, "dropout": 0.0})
-    recipe = Pretraining((corpus,), (1.0,), shape, config, loop)
+    config = replace(pretraining.pretrain, steps=STEPS)
+    recipe = replace(pretraining, pretrain=config, loop=loop)
     sizes = {
         "contrastive_mlm": {"batch_tokens": 480, "micro_batch_tokens": 120}
     }  # four of three pairs
@@ -144,7 +133,7 @@ def recipes(tiny):
     made["alternate"] = replace(
         alternate, pretrain=replace(alternate.pretrain, gradient_checkpointing=True)
     )
-    return {**made, "dropout": replace(recipe, start=replace(shape, dropout=0.2))}
+    return {**made, "dropout": replace(recipe, start=replace(recipe.start, dropout=0.2))}
 
 
 @pytest.fixture(scope="module")

@@ -118,9 +118,7 @@ def test_a_guide_reads_every_batch_and_is_not_saved(tiny, tmp_path, architecture
         made = replace(plain, guide=guide)
         made = replace(made, finetune=replace(made.finetune, guide=GuideLimits(margin=margin)))
         task, metrics = made.build(0, 1), []
-        listener = Listener(
-            lambda progress, to=metrics: to.append(progress.metrics), lambda *_: None
-        )
+        listener = Listener(lambda step, shown, to=metrics: to.append(shown))
         train(task, task.module, made.loop, torch.device("cpu"), 0, listener)
         task.save(tmp_path / str(margin))
         shown.append([step.get("guide_excludes") for step in metrics])
@@ -175,44 +173,34 @@ def test_a_fold_is_held_out(tiny):
     assert recipe(tiny, **{**common, "folds": 1}).held_out() == []
 
 
-@pytest.mark.parametrize(("by_start", "same_corpus", "unseen"), [
-    ([1, 2], True, [1]), (None, True, []), (None, False, [1, 3]),
+@pytest.mark.parametrize(("kind", "same_corpus", "held_out", "unseen"), [
+    ("ranker", True, [1, 2], [1]), ("ranker", True, [], []), ("ranker", False, [], [1, 3]),
+    ("encoder", True, [], []), ("tokenizer", True, [], [1, 3]),
+    ("ranker of an encoder", True, [], []), ("ranker of an encoder", False, [], [1, 3]),
 ])  # fmt: skip
-def test_what_the_ranker_that_one_starts_from_has_read_is_not_unseen(
-    tiny, by_start, same_corpus, unseen
+def test_what_the_model_that_one_starts_from_has_read_is_not_unseen(
+    tiny, kind, same_corpus, held_out, unseen
 ):
+    """It read what was made of the corpus, such as scores of a teacher. The corpus of a ranker may be another
+    one than that of its encoder. A tokenizer has learnt no answers."""
+
     def paths(files):
         return [f"train/{10 * file:06}.parquet" for file in files]
 
     made = recipe(tiny, rows_per_file=10, folds=2, held_out=1)
     assert made.unseen() == made.held_out() == paths([1, 3])
     read = made.corpus if same_corpus else tiny.corpus([{}])
-    # It was trained on what was made of the corpus, scores of a teacher, say.
-    scored = {"kind": "corpus", "fingerprint": "scored", "inputs": {"corpus": read.reference()}}
-    start = {"kind": "ranker", "fingerprint": "start", "inputs": {"corpus": scored}}
-    if by_start:
-        start["held_out"] = paths(by_start)
-    assert replace(made, encoder=Tower(Artifact("start", start))).unseen() == paths(unseen)
-
-
-@pytest.mark.parametrize(("kind", "same_corpus"), [
-    ("encoder", True), ("ranker", True), ("ranker", False), ("tokenizer", True),
-])  # fmt: skip
-def test_what_an_encoder_was_pretrained_on_is_not_unseen(tiny, kind, same_corpus):
-    """A ranker of another corpus comes from such an encoder. A tokenizer has learnt no answers."""
-    made = recipe(tiny, rows_per_file=10, folds=2, held_out=1)
-    read = made.corpus if same_corpus else tiny.corpus([{}])
-    tokens = {"kind": "tokens", "fingerprint": "tokens", "inputs": {"corpus": read.reference()}}
-    inputs = {"corpus.0": tokens}
-    if kind == "ranker":
+    made_of_it = {"kind": "corpus" if kind == "ranker" else "tokens", "fingerprint": "made of it",
+                  "inputs": {"corpus": read.reference()}}  # fmt: skip
+    inputs = {"corpus" if kind == "ranker" else "corpus.0": made_of_it}
+    if kind == "ranker of an encoder":
         encoder = {"kind": "encoder", "fingerprint": "encoder", "inputs": inputs}
         inputs = {"corpus": tiny.corpus([{}]).reference(), "encoder": encoder}
+    kind = kind.split()[0]
     start = Artifact("start", {"kind": kind, "fingerprint": "start", "inputs": inputs})
-    if kind == "ranker":
-        start.manifest["held_out"] = []
+    start.manifest["held_out"] = paths(held_out)
     source = Tower(start) if kind == "ranker" else start
-    is_read = same_corpus and kind != "tokenizer"
-    assert replace(made, encoder=source).unseen() == ([] if is_read else made.held_out())
+    assert replace(made, encoder=source).unseen() == paths(unseen)
 
 
 def test_only_new_heads_learn_faster(tiny, tmp_path):
@@ -293,9 +281,7 @@ def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, 
     assert bool(frozen) is (layers != "all")
     before = {name: value.detach().clone() for name, value in names.items()}
     states = []
-    listener = Listener(
-        lambda progress: None, lambda state, cursor: states.append(state["optimizer"])
-    )
+    listener = Listener(checkpoint=lambda state, cursor: states.append(state["optimizer"]))
     train(task, task.module, config, torch.device("cpu"), 0, listener)
     moved = {name for name in names if not torch.equal(names[name], before[name])}
     trained = set(names) - frozen
@@ -320,8 +306,7 @@ def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
         expected_BTD = whole(ids_BT, output_hidden_states=True).hidden_states[2]
         if encoder == "modernbert":
             expected_BTD = whole.final_norm(expected_BTD)
-    listener = Listener(lambda progress: None, lambda state, cursor: None)
-    train(task, task.module, config, torch.device("cpu"), 0, listener)
+    train(task, task.module, config, torch.device("cpu"), 0, Listener())
     task.save(tmp_path)
     folders = [path.parent for path in tmp_path.glob("*/config.json")]
     assert len(folders) == (1 if architecture == "cross" else 2)
@@ -362,8 +347,7 @@ def test_adapters_train_beside_weights_that_stay_and_are_merged_in_the_end(
     task = made.build(0, 1)
     prepare_for_training(task.module, torch.device("cpu"))
     before = {name: value.detach().clone() for name, value in task.module.named_parameters()}
-    listener = Listener(lambda progress: None, lambda state, cursor: None)
-    assert train(task, task.module, config, torch.device("cpu"), 0, listener)
+    assert train(task, task.module, config, torch.device("cpu"), 0, Listener())
     parameters = dict(task.module.named_parameters())
     moved = {name for name, value in parameters.items() if not torch.equal(value, before[name])}
     adapters = {name for name in parameters if ".lora_" in name}

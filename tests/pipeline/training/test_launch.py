@@ -22,7 +22,6 @@ from pipeline.config import MAX_WAIT_VARIABLE, BadInput, Stopped, Terminated
 from pipeline.engine import executors
 from pipeline.training import launch
 from pipeline.training.launch import Pace, _Rank, fit
-from pipeline.training.loop import Progress
 from pipeline.training.settings import LoopConfig, Workers
 
 CPU = torch.device("cpu")
@@ -31,8 +30,8 @@ CPU = torch.device("cpu")
 def test_the_mean_rate_is_all_own_steps_by_all_their_seconds():
     """Of a run that was resumed at step 100: 10 steps in 2 s, then 30 in 1 s."""
     pace = Pace(CPU, 100)
-    assert pace.measure(Progress(110, {"steps_per_s": 5.0}))["mean_steps_per_s"] == 5
-    found = pace.measure(Progress(140, {"steps_per_s": 30.0}))["mean_steps_per_s"]
+    assert pace.measure(110, 5.0)["mean_steps_per_s"] == 5
+    found = pace.measure(140, 30.0)["mean_steps_per_s"]
     assert found == pytest.approx(40 / 3)
 
 
@@ -40,9 +39,9 @@ def test_the_mean_rate_is_all_own_steps_by_all_their_seconds():
 def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(400 << 20, np.uint8)
     pace = Pace(CPU, 0)
-    before = pace.measure(Progress(1, {"steps_per_s": 1.0}))["peak_memory_mib"]
+    before = pace.measure(1, 1.0)["peak_memory_mib"]
     np.ones(200 << 20, np.uint8)
-    after = pace.measure(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
+    after = pace.measure(2, 1.0)["peak_memory_mib"]
     assert 150 < after - before < 250
 
 

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ from pipeline.training.pretraining import Pretraining
 from pipeline.training.settings import FinetuneConfig, LoopConfig, Mining, PretrainConfig
 
 CPU = torch.device("cpu")
+PLAIN = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+
+
+class Report(NamedTuple):
+    step: int
+    metrics: dict[str, float]
 
 
 class Run:
@@ -53,8 +60,8 @@ class Run:
 
         in_step = itertools.count(1)
         listener = Listener(
-            self.progress.append, on_checkpoint, lambda step, batch: "there",
-            lambda: next(in_step) == terminated_in,
+            lambda *report: self.progress.append(Report(*report)), on_checkpoint,
+            lambda step, batch: "there", lambda: next(in_step) == terminated_in,
         )  # fmt: skip
         prepare_for_training(self.task.module, CPU)
         module = self.task.module
@@ -328,7 +335,7 @@ def told(*measured):
 
     def validation():
         r1, loss = next(answers)
-        return Measured({"r1": r1, "loss": loss}, "r1")
+        return Measured({"r1": r1, "loss": loss}, (r1, -loss))
 
     return toy(count, validation=validation)
 
@@ -368,13 +375,12 @@ def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
 ])  # fmt: skip
 def test_stops_after_so_many_validations_without_a_better_one(found, patience, stops, best):
     """Better is a higher R@1 or, where it is equal, a lower loss."""
-    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
-    config = {**plain, "stop_after_validations": patience, "validate_every_epochs": 1}
+    config = {**PLAIN, "stop_after_validations": patience, "validate_every_epochs": 1}
     disk = {}
     run = Run(told(*found), 6, disk=disk, **config)
     assert run.progress[-1].step == stops == max(disk)
     assert run.progress[-1].metrics["best_step"] == best
-    assert same(run.weights, Run(told(), best, **plain, validate_every_epochs=0).weights)
+    assert same(run.weights, Run(told(), best, **PLAIN, validate_every_epochs=0).weights)
     again = Run(told(), 6, checkpoint=disk[stops], **config)
     assert again.progress == []
     assert same(again.weights, run.weights)
@@ -385,31 +391,29 @@ def test_the_last_weights_are_the_result_whatever_validations_find(monkeypatch):
     copied then; to copy sharded ones, all ranks gather them."""
     copied = []
     monkeypatch.setattr(loop, "weights_of", lambda module: copied.append(1) or weights_of(module))
-    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
     found = [(0.9, 0), (0.8, 1), (0.7, 2), (0.6, 3)]
-    best = Run(told(*found), 4, validate_every_epochs=1, **plain)
+    best = Run(told(*found), 4, validate_every_epochs=1, **PLAIN)
     assert len(copied) == 1  # the first was the best
-    config = {**plain, "keep_weights": "last", "stop_after_validations": 2}
+    config = {**PLAIN, "keep_weights": "last", "stop_after_validations": 2}
     last = Run(told(*found), 4, validate_every_epochs=1, **config)
     assert len(copied) == 1
-    assert same(last.weights, Run(told(), 4, **plain, validate_every_epochs=0).weights)
+    assert same(last.weights, Run(told(), 4, **PLAIN, validate_every_epochs=0).weights)
     assert not same(last.weights, best.weights)
     shown = last.progress[-1].metrics
     assert (shown["best_step"], shown["best_valid_r1"]) == (4, 0.6)
     longer = Run(
         told((0.1, 9)), 5, checkpoint=best.checkpoints[4], validate_every_epochs=1, **config
     )
-    assert same(longer.weights, Run(told(), 5, **plain, validate_every_epochs=0).weights)
+    assert same(longer.weights, Run(told(), 5, **PLAIN, validate_every_epochs=0).weights)
 
 
 def test_a_run_that_kept_its_last_weights_goes_on_with_the_best_of_those_that_it_has():
-    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
-    each = {**plain, "validate_every_epochs": 1}
+    each = {**PLAIN, "validate_every_epochs": 1}
     shorter = Run(told((0.9, 0), (0.8, 1)), 2, keep_weights="last", **each)
     longer = Run(told((0.5, 2), (0.4, 3)), 4, checkpoint=shorter.checkpoints[2], **each)
     shown = longer.progress[-1].metrics
     assert (shown["best_step"], shown["best_valid_r1"]) == (3, 0.5)
-    assert same(longer.weights, Run(told(), 3, **plain, validate_every_epochs=0).weights)
+    assert same(longer.weights, Run(told(), 3, **PLAIN, validate_every_epochs=0).weights)
 
 
 def test_checkpoints_and_reports_come_when_they_are_due():
@@ -443,10 +447,9 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(value):
     def loss(module, batch):
         return zero(module, batch) + module.bias.sum() * torch.where(batch == 1, value, 1.0)
 
-    plain = {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "learning_rate": 0.5}
-    run = Run(toy(loss), 3, log_every_steps=3, **plain)
+    run = Run(toy(loss), 3, log_every_steps=3, **PLAIN)
     assert run.progress[-1].metrics["skipped_steps"] == 1
-    assert same(run.weights, Run(toy(lambda m, b: zero(m, b) + m.bias.sum()), 2, **plain).weights)
+    assert same(run.weights, Run(toy(lambda m, b: zero(m, b) + m.bias.sum()), 2, **PLAIN).weights)
 
 
 @pytest.mark.parametrize("spoilt", ["loss", "gradient"])

@@ -27,7 +27,6 @@ from pipeline.training.objectives import backward
 from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")
-SILENT = Listener(lambda progress: None, lambda state, cursor: None)
 
 
 class Ids:
@@ -108,7 +107,7 @@ def test_a_task_brings_its_own_optimizer_schedule_clipping_and_hook_also_when_re
     )
     for step in (0, 5):
         task = convert_like(12)
-        listener = Listener(lambda progress: None, keep)
+        listener = Listener(checkpoint=keep)
         train(task, task.module, config, CPU, 0, listener, lambda step=step: saved[step])
         for name, value in task.module.state_dict().items():
             assert torch.equal(value, expected[name]), (step, name)
@@ -133,7 +132,7 @@ def test_a_resumed_run_lets_go_of_the_checkpoint():
         alive.append(sum(reference() is not None for reference in held))
 
     task.before_step = look
-    train(task, task.module, LoopConfig(precision="fp32"), CPU, 0, SILENT, resume)
+    train(task, task.module, LoopConfig(precision="fp32"), CPU, 0, Listener(), resume)
     assert held
     assert set(alive) == {0}
 

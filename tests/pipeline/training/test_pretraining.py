@@ -15,23 +15,6 @@ from pipeline.config import BadInput
 from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.settings import Shape
 from pipeline.models.sources import External
-from pipeline.training.pretraining import Pretraining
-from pipeline.training.settings import LoopConfig, PretrainConfig
-
-
-@pytest.fixture(scope="module")
-def recipe(tiny):
-    rows = [
-        {"context": [f"w{n}"] * (1 + n % 7), "response": f"w{n} w{n + 60}" + " w9" * (n % 4)}
-        for n in range(60)
-    ]
-    corpus = tiny.tokens(tiny.corpus(rows, rows_per_group=16), valid_share=0.3)
-    config = PretrainConfig(
-        batch_tokens=160, micro_batch_tokens=40, max_context_tokens=20, max_response_tokens=10,
-        window_rows=16, masked_share=0.3, steps=10,
-    )  # fmt: skip
-    shape = Shape(**{**tiny.shape, "dropout": 0.0})
-    return Pretraining((corpus,), (1.0,), shape, config, LoopConfig(precision="fp32"))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +46,9 @@ def plain_mlm(model, parts):
     return total, count, hits
 
 
-def test_validation_measures_every_held_out_token_once(recipe, published):
+def test_validation_measures_every_held_out_token_once(pretraining, published):
     model, folder = published
-    task = replace(recipe, start=External(str(folder), "")).build(0, 1)
+    task = replace(pretraining, start=External(str(folder), "")).build(0, 1)
     measured = task.validation()
     total, count, hits = plain_mlm(model, task.validation.batches)
     assert measured.metrics["mlm_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -73,8 +56,8 @@ def test_validation_measures_every_held_out_token_once(recipe, published):
     assert measured.metrics["mlm_accuracy"] == pytest.approx(hits / count)
     both = measured.metrics["mlm_loss"] + measured.metrics["next_loss"]
     assert measured.metrics["loss"] == pytest.approx(both)
-    assert (measured.selection, measured.higher_is_better) == ("loss", False)
-    again = recipe.build(1, 2).validation.batches
+    assert measured.merit[0] == -measured.metrics["loss"]
+    again = pretraining.build(1, 2).validation.batches
     assert len(again) == len(task.validation.batches)  # all ranks know all of them
 
 
@@ -83,15 +66,15 @@ def test_validation_measures_every_held_out_token_once(recipe, published):
     ("contrastive", [{"next"}] * 2, False), ("contrastive_mlm", [{"mlm", "next"}] * 2, False),
 ])  # fmt: skip
 def test_each_objective_shows_its_losses_and_saves_the_next_head_that_it_trained(
-    recipe, tmp_path, objective, losses, has_head
+    pretraining, tmp_path, objective, losses, has_head
 ):
-    config = replace(recipe.pretrain, objective=objective, micro_batch_tokens=80)
-    task = replace(recipe, pretrain=config).build(0, 1)
+    config = replace(pretraining.pretrain, objective=objective, micro_batch_tokens=80)
+    task = replace(pretraining, pretrain=config).build(0, 1)
     walk, names = task.batches.start(()), []
     for step in (0, 1):
         task.before_step(step)
         _, shown = task.backward(task.module, next(walk)[0], torch.autocast("cpu", enabled=False))
-        names.append({name.split("_")[0] for name in shown})
+        names.append({name.split("_")[0] for name, value in shown.items() if value.weight})
     walk.close()
     assert names == losses
     task.save(tmp_path)
@@ -99,17 +82,17 @@ def test_each_objective_shows_its_losses_and_saves_the_next_head_that_it_trained
     assert AutoModelForMaskedLM.from_pretrained(tmp_path).config.vocab_size
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(recipe, tiny, tmp_path):
+def test_a_vocabulary_that_does_not_fit_is_refused(pretraining, tiny, tmp_path):
     special = {"pad": 0, "cls": 2, "sep": 3}
     PretrainingModel.new(Shape(**tiny.shape), tiny.vocabulary - 1, special).save(tmp_path)
     with pytest.raises(BadInput, match=r"--start: the encoder has 204 tokens, .* 205; allowed"):
-        replace(recipe, start=External(str(tmp_path), "")).build(0, 1)
+        replace(pretraining, start=External(str(tmp_path), "")).build(0, 1)
 
 
-def test_an_encoder_that_knows_the_tokens_by_other_ids_is_refused(recipe, tiny, tmp_path):
+def test_an_encoder_that_knows_the_tokens_by_other_ids_is_refused(pretraining, tiny, tmp_path):
     special = {"pad": 0, "cls": 2, "sep": 3}
     PretrainingModel.new(Shape(**tiny.shape), tiny.vocabulary, special).save(tmp_path)
-    other = replace(recipe, start=External(str(tmp_path), ""))
+    other = replace(pretraining, start=External(str(tmp_path), ""))
     tiny.tokenizer().save(tmp_path)
     other.build(0, 1)
     file = tmp_path / "tokenizer.json"
@@ -120,12 +103,14 @@ def test_an_encoder_that_knows_the_tokens_by_other_ids_is_refused(recipe, tiny, 
         other.build(0, 1)
 
 
-def test_pairs_longer_than_the_encoders_positions_are_refused(recipe, tiny):
-    long = replace(recipe.pretrain, max_context_tokens=60, batch_tokens=300, micro_batch_tokens=100)
+def test_pairs_longer_than_the_encoders_positions_are_refused(pretraining, tiny):
+    long = replace(
+        pretraining.pretrain, max_context_tokens=60, batch_tokens=300, micro_batch_tokens=100
+    )
     with pytest.raises(BadInput, match=r"max_context_tokens: 60 .* positions, 64"):
-        replace(recipe, pretrain=long).build(0, 1)
+        replace(pretraining, pretrain=long).build(0, 1)
 
 
-def test_without_a_valid_split_nothing_is_validated(recipe, tiny):
+def test_without_a_valid_split_nothing_is_validated(pretraining, tiny):
     corpus = tiny.tokens(tiny.corpus([{"context": ["w1"]}] * 8), valid_share=0.0)
-    assert replace(recipe, corpora=(corpus,)).build(0, 1).validation is None
+    assert replace(pretraining, corpora=(corpus,)).build(0, 1).validation is None

@@ -110,8 +110,3 @@ def test_micro_batches_come_in_random_order_and_equal_lengths_are_mixed():
     longest = [int(rows[0]) // 40 for rows in batches]
     assert longest != sorted(longest)
     assert any(np.ptp(rows) > len(rows) for rows in batches)
-
-
-def test_a_row_that_does_not_fit_is_an_error():
-    with pytest.raises(ValueError, match="a pair has 41 tokens, a micro-batch 40"):
-        cut(np.array([5, 41]), 40, np.random.default_rng(0))
