@@ -29,6 +29,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,32 +49,27 @@ from serve.service import Service, Work
 def add_routes(app: FastAPI, service: Service, names: Sequence[str] = ()) -> None:
     """Adds the routes of all these formats. `names`: those of the model, beside its fingerprint."""
     formats = _Formats(service, names)
-    refusals = error_responses(*REFUSALS)
-    refusals_by_name = error_responses(*REFUSALS, "unknown_model")
-    ranking: dict[str, Any] = dict(responses=refusals_by_name, response_model_exclude_none=True)
-    openai: dict[str, Any] = dict(
-        responses=refusals_by_name, response_model=bodies.EmbeddingsResponse
-    )
-    cohere: dict[str, Any] = dict(
-        responses=refusals_by_name, response_model=bodies.TextsEmbedResponse
-    )
+    post = partial(app.post, responses=error_responses(*REFUSALS))
+    post_to_model = partial(app.post, responses=error_responses(*REFUSALS, "unknown_model"))
+    rerank = partial(post_to_model, response_model_exclude_none=True)
+    cohere_embed = partial(post_to_model, response_model=bodies.TextsEmbedResponse)
     vectors = list[list[float]]
     not_ready = error_responses("unauthorized", "not_ready")
     no_model = error_responses("unauthorized", "unknown_model", "not_ready")
 
-    app.post("/rerank", **ranking)(formats.rerank)
-    app.post("/v1/rerank", name="rerank_v1", **ranking)(formats.rerank_documents)
-    app.post("/v2/rerank", name="rerank_v2", **ranking)(formats.rerank_documents)
-    app.post("/embed", responses=refusals, response_model=vectors)(formats.embed)
-    app.post("/v1/embeddings", **openai)(formats.embeddings)
+    rerank("/rerank")(formats.rerank)
+    rerank("/v1/rerank", name="rerank_v1")(formats.rerank_documents)
+    rerank("/v2/rerank", name="rerank_v2")(formats.rerank_documents)
+    post("/embed", response_model=vectors)(formats.embed)
+    post_to_model("/v1/embeddings", response_model=bodies.EmbeddingsResponse)(formats.embeddings)
     app.post("/embeddings", include_in_schema=False)(formats.embeddings)  # infinity's route
-    app.post("/v1/embed", name="embed_v1", **cohere)(formats.embed_texts)
-    app.post("/v2/embed", name="embed_v2", **cohere)(formats.embed_texts)
+    cohere_embed("/v1/embed", name="embed_v1")(formats.embed_texts)
+    cohere_embed("/v2/embed", name="embed_v2")(formats.embed_texts)
     app.get("/v1/models", responses=not_ready)(formats.models)
     app.get("/models", include_in_schema=False)(formats.models)  # infinity's route
     app.get("/v1/models/{id:path}", responses=no_model)(formats.model)
-    app.post("/", responses=refusals, response_model=list[float] | vectors)(formats.hugging_face)
-    app.post("/similarity", responses=refusals)(formats.similarity)
+    post("/", response_model=list[float] | vectors)(formats.hugging_face)
+    post("/similarity")(formats.similarity)
 
 
 class _Formats:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from select import select
 from types import SimpleNamespace
 from typing import Any
@@ -42,17 +43,10 @@ def service(poly):
 
 
 def read_answer(connection: socket.socket) -> tuple[int, Any]:
-    """The answer to what was sent by hand; ends when the service closes or has sent its length."""
-    text = b""
-    while part := connection.recv(65536):
-        text += part
-        head, found, body = text.partition(b"\r\n\r\n")
-        lengths = [
-            line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
-        ]
-        if found and lengths and len(body) >= int(lengths[0].partition(b":")[2]):
-            break
-    return int(text.split(b" ")[1]), json.loads(body)
+    """The answer to what was sent by hand."""
+    with HTTPResponse(connection) as response:
+        response.begin()
+        return response.status, json.load(response)
 
 
 @contextmanager
