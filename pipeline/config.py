@@ -27,7 +27,7 @@ import yaml
 
 from pipeline import progress
 from pipeline.options import arguments, faults, help_text
-from pipeline.options.unread import default_of, unread_options
+from pipeline.options.unread import Option, default_of, options_of, unread_options
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -214,26 +214,38 @@ def _parser(
     return parser
 
 
-def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
-    """Builds the dataclass, and the dataclasses inside it, from plain values."""
+def from_dict(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Builds the dataclass, and the dataclasses inside it, from JSON's values.
+
+    Raises TypeError or ValueError for values of another dataclass.
+    """
     hints = typing.get_type_hints(config_class)
-    field_values = {
-        name: _from_plain(config_class, name, hints.get(name), value)
-        for name, value in values.items()
-    }
+    field_values = {}
+    for name, value in values.items():
+        hint = hints.get(name)
+        if isinstance(value, dict) and (union := variants_of(hint)):
+            tag = value.get(union.tag)
+            hint = union.kinds[tag] if tag else type(default_of(config_class, name))
+        field_values[name] = _from_plain(hint, value)
     return config_class(**field_values)
 
 
-def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:
-    """The value of a dataclass' field."""
-    if isinstance(value, list):
-        return tuple(value)
-    if not isinstance(value, dict):
-        return value
-    if union := variants_of(hint):
-        tag = value.get(union.tag)
-        return from_dict(union.kinds[tag] if tag else type(default_of(config_class, name)), value)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+def _from_plain(hint: Any, value: Any) -> Any:
+    """JSON's value in the type that a field has: JSON knows no tuple and no dataclass."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if not isinstance(value, list | tuple | dict):
+        return value  # if it is of the wrong type, the dataclass says so
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return _from_plain(next(part for part in parts if part is not type(None)), value)
+    if origin is list:
+        return [_from_plain(parts[0], item) for item in value]
+    if origin is tuple and parts[-1] is Ellipsis:
+        return tuple(_from_plain(parts[0], item) for item in value)
+    if origin is tuple:
+        return tuple(_from_plain(part, item) for part, item in zip(parts, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {name: _from_plain(parts[1], item) for name, item in value.items()}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_dict(hint, value)
     return value
 
@@ -245,57 +257,42 @@ def to_dict(config: Any) -> dict[str, Any]:
     return values
 
 
-def defaults_of(config: Any, group: Any = None) -> dict[str, Any]:
-    """As `to_dict`, with the defaults instead of the values, and without the fields that have none.
-
-    `group`: the defaults of this group in the job's settings; None: its own. A union has those of the
-    dataclass that `config` chose.
-    """
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        default = getattr(group, field.name, default_of(type(config), field.name))
-        if dataclasses.is_dataclass(value):
-            same_kind = default if type(default) is type(value) else None
-            defaults[field.name] = defaults_of(value, same_kind)
-        elif default is not None or field.default is None:
-            defaults[field.name] = json.loads(json.dumps(default))
-    return defaults
+def defaults_of(config: Any) -> dict[str, Any]:
+    """The defaults of the options that have one, by their dotted names, JSON-ready. A union has those of the
+    dataclass that `config` chose."""
+    return {
+        option.name: json.loads(json.dumps(option.default))
+        for option in _single_options(config)
+        if option.default is not dataclasses.MISSING
+    }
 
 
 def identity(config: Any) -> dict[str, Any]:
     """The settings that name a job, by their dotted names: not those that are `NOT_IDENTITY`, nor the
     `uncounted_options`."""
-    excluded = set(uncounted_options(config))
-    excluded |= {
-        name for name, field in _fields(config) if not field.metadata.get("identity", True)
-    }
+    uncounted = tuple(f"{option}." for option in uncounted_options(config))
     return {
-        name: value
-        for name, value in flatten(to_dict(config)).items()
-        if not any(f"{name}.".startswith(f"{option}.") for option in excluded)
+        option.name: json.loads(json.dumps(option.value))
+        for option in _single_options(config)
+        if all(metadata.get("identity", True) for metadata in option.metadata)
+        and not f"{option.name}.".startswith(uncounted)
     }
 
 
 def uncounted_options(config: Any) -> list[str]:
     """The options and groups, by their dotted names, that are no part of the identity by `identity_with`."""
-    settings, defaults = flatten(to_dict(config)), flatten(defaults_of(config))
+    settings, defaults = flatten(to_dict(config)), defaults_of(config)
 
     def is_set(option: str, values: Sequence[Any]) -> bool:
         value = settings.get(option)
         return value in values if values else value != defaults.get(option)
 
-    conditions = {name: field.metadata.get("identity_with") for name, field in _fields(config)}
+    conditions = {o.name: o.metadata[-1].get("identity_with") for o in options_of(config)}
     return [name for name, condition in conditions.items() if condition and not is_set(*condition)]
 
 
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """The fields of a dataclass and of those inside it, with their dotted names."""
-    for field in dataclasses.fields(config):
-        yield f"{prefix}{field.name}", field
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{field.name}.")
+def _single_options(config: Any) -> Iterator[Option]:
+    return (option for option in options_of(config) if not dataclasses.is_dataclass(option.value))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipeline.artifact import FileEntry
+from pipeline.config import from_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ def from_json(kind: type[RecordT], text: str | bytes) -> RecordT:
 
     Raises TypeError or ValueError where the JSON is that of no such record.
     """
-    return typing.cast(RecordT, _value(kind, json.loads(text)))
+    return from_dict(kind, json.loads(text))
 
 
 def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -71,22 +70,3 @@ def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for part in counts:
         total.update(part)
     return dict(total)
-
-
-def _value(hint: Any, value: Any) -> Any:
-    """JSON's value in the type that a field has: JSON knows no tuple and no dataclass."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union) and value is not None:  # X | None
-        return _value(next(part for part in parts if part is not type(None)), value)
-    if origin is list:
-        return [_value(parts[0], item) for item in value]
-    if origin is tuple and parts[-1] is Ellipsis:
-        return tuple(_value(parts[0], item) for item in value)
-    if origin is tuple:
-        return tuple(_value(part, item) for part, item in zip(parts, value, strict=True))
-    if origin is dict:
-        return {name: _value(parts[1], item) for name, item in value.items()}
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        return hint(**{name: _value(hints.get(name), item) for name, item in value.items()})
-    return value

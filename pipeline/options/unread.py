@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 _CONDITIONS = "conditions"
 
@@ -23,39 +23,61 @@ def unread_options(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str
 
     `values`: those of `config`, by dotted names.
     """
-    for name, value, conditions in _conditional_options(config):
-        for condition in conditions:
-            if not any(values.get(option) in allowed for option, allowed in condition.items()):
-                requirement = " or ".join(
-                    f"{option} {', '.join(map(repr, allowed))} "
-                    + (f"(here {values[option]!r})" if option in values else "(no option here)")
-                    for option, allowed in condition.items()
-                )
-                yield name, f"{name}: {value!r} has no effect; it is read with {requirement}"
-                break
+    for option in options_of(config):
+        conditions = (each for data in option.metadata for each in data.get(_CONDITIONS, ()))
+        unmet = next((each for each in conditions if not _is_met(each, values)), None)
+        is_group = dataclasses.is_dataclass(option.value)
+        if unmet is not None and not is_group and option.value != option.default:
+            requirement = " or ".join(
+                f"{name} {', '.join(map(repr, allowed))} "
+                + (f"(here {values[name]!r})" if name in values else "(no option here)")
+                for name, allowed in unmet.items()
+            )
+            fault = f"{option.name}: {option.value!r} has no effect; it is read with {requirement}"
+            yield option.name, fault
 
 
-def _conditional_options(
-    config: Any, defaults: Any = None, prefix: str = "", outer: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, value, conditions) of each option that has conditions and another value than its default.
+def _is_met(condition: Mapping[str, tuple[Any, ...]], values: Mapping[str, Any]) -> bool:
+    return any(values.get(name) in allowed for name, allowed in condition.items())
+
+
+class Option(NamedTuple):
+    """A field of a dataclass, or of one inside it."""
+
+    name: str
+    """Dotted, as on the command line."""
+    value: Any
+    default: Any
+    """As the job has it; MISSING: it has none."""
+    metadata: tuple[Mapping[str, Any], ...]
+    """Those of the groups that it is in, from outside, and its own."""
+
+
+def options_of(
+    config: Any, defaults: Any = None, prefix: str = "", outer: tuple[Mapping[str, Any], ...] = ()
+) -> Iterator[Option]:
+    """The options and groups of a dataclass, those of its groups too.
 
     `defaults`: a group as the job has it by default; None: its own defaults.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        default = getattr(defaults, field.name, default_of(type(config), field.name))
-        conditions = (*outer, *field.metadata.get(_CONDITIONS, ()))
+        default = getattr(defaults, field.name, _default(field))
+        option = Option(f"{prefix}{field.name}", value, default, (*outer, field.metadata))
+        yield option
         if dataclasses.is_dataclass(value):
             same_kind = default if type(default) is type(value) else None
-            yield from _conditional_options(value, same_kind, f"{prefix}{field.name}.", conditions)
-        elif conditions and value != default:
-            yield f"{prefix}{field.name}", value, conditions
+            yield from options_of(value, same_kind, f"{option.name}.", option.metadata)
 
 
 def default_of(config_class: type, name: str) -> Any:
     """A field's default, None where it has none."""
     (field,) = (field for field in dataclasses.fields(config_class) if field.name == name)
+    default = _default(field)
+    return None if default is dataclasses.MISSING else default
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
+    return field.default

@@ -313,7 +313,7 @@ def require_same_run(
     message.
     """
     earlier_settings, settings = flatten(earlier.manifest["config"]), flatten(to_dict(config))
-    defaults = flatten(defaults_of(config))
+    defaults = defaults_of(config)
     earlier_inputs = earlier.manifest["inputs"].items()
     for name, fingerprints in inputs.items():
         settings[name] = list(fingerprints)
