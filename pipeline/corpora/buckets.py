@@ -67,12 +67,10 @@ def read(draft: Draft, names: Iterable[str], bucket: int, schema: pa.Schema) -> 
 
     def read_file(name: str) -> list[pa.Table]:
         uri = draft.path(_FOLDER, name)
-        with storage.open_input(uri) as stream:
-            offsets = storage.read_range(uri, stream, 8 * bucket, 16)
-            start, end = np.frombuffer(offsets, "<i8").tolist()
-            if start == end:
-                return []
-            data = storage.read_range(uri, stream, start, end - start)
+        start, end = np.frombuffer(storage.read_range(uri, 8 * bucket, 16), "<i8").tolist()
+        if start == end:
+            return []
+        data = storage.read_range(uri, start, end - start)
         tables = []
         with pa.BufferReader(data) as streams:
             while streams.tell() < end - start:
@@ -91,9 +89,7 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
     head_bytes = 8 * (bucket_count + 1)
 
     def read_piece(name: str, start: int, end: int) -> bytes:
-        uri = draft.path(_FOLDER, name)
-        with storage.open_input(uri) as stream:
-            return storage.read_range(uri, stream, start, end - start)
+        return storage.read_range(draft.path(_FOLDER, name), start, end - start)
 
     def pieces() -> Iterator[bytes]:
         ends = head_bytes + np.cumsum(sizes.sum(axis=0))

@@ -1,9 +1,10 @@
-"""Reads and writes files at URIs: local paths, s3://, gs://, hdfs:// and others of pyarrow and fsspec.
+"""Reads and writes files at URIs: local paths, s3://, gs:// and abfss:// by obstore, others by fsspec.
 
 A local file is published by a rename and an object by its upload, so nobody sees half of one.
 
 failures       which failures another try may mend, and trying again
-locks          files that their owners keep fresh; `object_store` makes those that only one may make
+object_store   S3, GCS and Azure
+locks          files that their owners keep fresh
 node_cache     copies of remote folders on a node
 fingerprints   of raw input files
 npy, prefetch  arrays as files; reading ahead
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import os
 import posixpath
 import re
@@ -30,7 +30,6 @@ import pyarrow.fs as pafs
 
 from pipeline.config import BadInput, require
 from pipeline.storage import object_store
-from pipeline.storage.failures import with_retries
 from pipeline.storage.prefetch import map_prefetched
 
 # An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
@@ -39,14 +38,6 @@ _AHEAD_BYTES = 8 << 20
 _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
 _LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
-_STORE_OPTIONS = {
-    # A small file is then one request, not the three of an upload in parts.
-    "s3": "allow_delayed_open=true",
-    # Google's client tries for 15 minutes by default, also where this machine has no credentials.
-    **dict.fromkeys(("gs", "gcs"), "retry_limit_seconds=30"),
-}
-_LIBRARY_MISSING = "Unable to load lib"  # of HDFS
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)")
 
@@ -72,9 +63,9 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         shown = f"{parts[1]}://…@{parts[2].rpartition('@')[2]}{parts[3]}"
         raise BadInput(f"{shown}: has a password, which manifests, logs and MLflow would show; allowed: "
                        "a URI without one, and credentials in the environment")  # fmt: skip
-    if parts and (root := _arrow_root(f"{parts[1]}://{parts[2]}", parts[4] or "")):
-        filesystem, path = root
-        return filesystem, posixpath.join(path, parts[3].strip("/")).rstrip("/") or "/"
+    if parts and parts[1] in object_store.SCHEMES:
+        root = f"{parts[1]}://{parts[2]}"
+        return object_store.file_system(root, parts[4] or ""), parts[3].strip("/")
     try:
         import fsspec  # type: ignore[import-untyped]
 
@@ -89,26 +80,6 @@ def _local_path(uri: str) -> Path:
     if root := _FILE_URI.match(uri):
         return Path(unquote(uri[root.end() :]))
     return Path(uri.removeprefix("file://"))  # file://~/a
-
-
-@functools.cache
-def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
-    """pyarrow's file system of a bucket, one for the life of the process: each has connections and
-    credentials of its own, and looks for the bucket's region. None: pyarrow does not know the scheme."""
-    for scheme, option in _STORE_OPTIONS.items():
-        if root.startswith(f"{scheme}://") and option.partition("=")[0] not in query:
-            query = f"{query or '?'}{'&' if query else ''}{option}"
-    try:
-        filesystem, path = pafs.FileSystem.from_uri(f"{root}/{query}")
-        return filesystem, path
-    except pa.ArrowInvalid:
-        return None
-    except OSError as error:
-        if _LIBRARY_MISSING not in str(error):
-            raise
-        raise BadInput(
-            f"{root}: no file system for this URI ({str(error).splitlines()[0]})"
-        ) from None
 
 
 def absolute(uri: str) -> str:
@@ -146,30 +117,22 @@ def _type_of(uri: str) -> pafs.FileType:
     """What is at a URI. Raises BadInput where its bucket does not exist."""
     filesystem, path = locate(uri)
     try:
-        kind = filesystem.get_file_info(path).type
+        return filesystem.get_file_info(path).type
     except Exception as error:
-        if isinstance(error, OSError) and not isinstance(filesystem, pafs.PyFileSystem):
+        if not _is_of_fsspec(filesystem):
             raise  # its own words say what has failed
-        # The clients of a hub and of Azure raise errors of their own.
+        # The client of a hub raises errors of its own.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise OSError(f"{uri}: Could not connect to server ({reason})") from None
-    if kind == pafs.FileType.NotFound and filesystem.type_name in _STORES_WITH_BUCKETS:
-        _require_bucket(filesystem, path.split("/")[0], uri)
-    return kind
 
 
-_known_buckets: set[tuple[str, str]] = set()
+def _is_of_fsspec(filesystem: pafs.FileSystem) -> bool:
+    return isinstance(getattr(filesystem, "handler", None), pafs.FSSpecHandler)
 
 
-def _require_bucket(filesystem: pafs.FileSystem, bucket: str, uri: str) -> None:
-    """Asks once for a bucket: a store says "not found" for it as for a file."""
-    key = (filesystem.type_name, bucket)
-    if key in _known_buckets:
-        return
-    with suppress(OSError):  # no right to ask for the bucket itself
-        if filesystem.get_file_info(bucket).type == pafs.FileType.NotFound:
-            raise BadInput(f"{uri}: there is no bucket {bucket!r}")
-    _known_buckets.add(key)
+def _store_of(filesystem: pafs.FileSystem) -> object_store.ObjectStore | None:
+    handler = getattr(filesystem, "handler", None)
+    return handler if isinstance(handler, object_store.ObjectStore) else None
 
 
 def exists(uri: str) -> bool:
@@ -187,7 +150,7 @@ def modified_at(uri: str) -> float:
     Raises FileNotFoundError, and BadInput for a storage that does not say it.
     """
     filesystem, path = locate(uri)
-    if isinstance(filesystem, pafs.PyFileSystem):  # pyarrow does not pass on the time
+    if _is_of_fsspec(filesystem):  # pyarrow does not pass on the time
         try:
             return float(filesystem.handler.fs.modified(path).timestamp())
         except NotImplementedError:
@@ -331,114 +294,67 @@ def open_input(uri: str) -> Any:
     return filesystem.open_input_file(path)
 
 
-class RetriedInput(io.RawIOBase):
-    """A stream of `open_input` whose failed reads are tried again.
-
-    The store's client tries again, too, but not where the error's text is longer than what was asked for: a
-    "503 Slow Down" ends a read of 4 bytes. For parsers that raise OSError for a broken file as well, `error`
-    says that the store has failed.
-    """
-
-    def __init__(self, uri: str, stream: Any) -> None:
-        self._uri, self._stream, self._size = uri, stream, int(stream.size())
-        self._position = 0
-        self._held, self._held_start = b"", 0
-        self.error: OSError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
-        self._position = starts[whence] + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        length = self._size - self._position if size < 0 else size
-        start = self._position - self._held_start
-        is_held = start >= 0 and start + length <= len(self._held)
-        data = (
-            self._held[start : start + length] if is_held else self._fetch(self._position, length)
-        )
-        self._position += len(data)
-        return data
-
-    def hold(self, start: int, end: int) -> None:
-        """Fetches a part of the file at once. Reads within it ask the store nothing, until another part is
-        held."""
-        self._held = b""  # before the next part takes its memory
-        self._held, self._held_start = self._fetch(start, end - start), start
-
-    def _fetch(self, start: int, length: int) -> bytes:
-        try:
-            return read_range(self._uri, self._stream, start, length)
-        except OSError as error:
-            self.error = error
-            raise
+def open_ranges(uri: str) -> object_store.RangedInput:
+    """A file that can hold some of its ranges, if it is an object. It need not be closed."""
+    filesystem, path = locate(uri)
+    if store := _store_of(filesystem):
+        return store.open_ranges(path)
+    stream = open_input(uri)
+    return object_store.RangedInput(
+        int(stream.size()), lambda start, length: stream.read_at(length, start)
+    )
 
 
-def read_range(uri: str, stream: Any, start: int, length: int) -> bytes:
-    """So many bytes of a stream of `open_input`, fewer only at its end. A read that fails is tried again, and
-    so is one that ends early. Of S3 pyarrow tells no early end: where an object is replaced by a shorter one
-    while it is read, bytes of other memory follow."""
-
-    def read() -> bytes:
+def read_range(uri: str, start: int, length: int) -> bytes:
+    """So many bytes of a file. Raises OSError where it ends before them."""
+    filesystem, path = locate(uri)
+    if store := _store_of(filesystem):
+        return store.read_range(path, start, length)
+    with open_input(uri) as stream:
         data: bytes = stream.read_at(length, start)
-        expected = max(0, min(length, stream.size() - start))
-        if len(data) < expected:
-            raise OSError(f"{uri}: {len(data):,} bytes came of {expected:,}")
-        return data
-
-    return with_retries(read)
+    if len(data) != length:
+        raise OSError(f"{uri}: {len(data):,} bytes came of {length:,}")
+    return data
 
 
 def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:
     """The stored bytes from `start` to `end` in pieces of up to 8 MiB; from a remote store, the next ones
-    are on their way while one is used. A range that fails is asked for again."""
-    with open_input(uri) as stream:
-        end = stream.size() if end is None else end
-        starts = range(start, end, _AHEAD_BYTES)
+    are on their way while one is used."""
+    end = size_of(uri) if end is None else end
+    starts = range(start, end, _AHEAD_BYTES)
 
-        def read(offset: int) -> bytes:
-            return read_range(uri, stream, offset, min(_AHEAD_BYTES, end - offset))
+    def read(offset: int) -> bytes:
+        return read_range(uri, offset, min(_AHEAD_BYTES, end - offset))
 
-        if is_local(uri):
-            yield from map(read, starts)
-        else:
-            yield from map_prefetched(read, starts, _RANGES_AHEAD, _RANGES_AHEAD)
+    if is_local(uri):
+        yield from map(read, starts)
+    else:
+        yield from map_prefetched(read, starts, _RANGES_AHEAD, _RANGES_AHEAD)
 
 
 def read_bytes(uri: str) -> bytes:
+    filesystem, path = locate(uri)
+    if store := _store_of(filesystem):
+        return store.read(path)  # one request; `open_input` asks for the size first
     with open_input(uri) as stream:
-        return RetriedInput(uri, stream).read()
+        return bytes(stream.read())
 
 
 def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
     """Writes a whole file, atomically."""
-    _write(uri, (data,), buffer_size=None)
+    write_pieces(uri, (data,))
 
 
-def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
+def write_pieces(uri: str, pieces: Iterable[bytes | pa.Buffer]) -> None:
     """Writes a file that need not fit into memory. Locally it is there when it is whole; in an object store
     a write that fails may leave its beginning."""
-    _write(uri, pieces, _AHEAD_BYTES)
-
-
-def _write(uri: str, pieces: Iterable[bytes | pa.Buffer], buffer_size: int | None) -> None:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         _write_temporary(Path(path), pieces).replace(path)
         return
     # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
-    options = {"compression": None, "buffer_size": buffer_size}
-    with filesystem.open_output_stream(path, **options) as stream:
+    with filesystem.open_output_stream(path, compression=None) as stream:
         for piece in pieces:
             stream.write(piece)
 
@@ -460,11 +376,8 @@ def create_bytes(uri: str, data: bytes) -> bool:
         finally:
             temporary.unlink()
         return True
-    parts = _URI.fullmatch(uri)
-    if parts and parts[1] in object_store.SCHEMES:
-        region = str(getattr(filesystem, "region", ""))
-        root, key = f"{parts[1]}://{parts[2]}", parts[3].strip("/")
-        return object_store.create(root, key, data, region, parts[4] or "")
+    if store := _store_of(filesystem):
+        return store.create(path, data)
     if exists(uri):
         return False
     write_bytes(uri, data)

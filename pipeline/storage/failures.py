@@ -30,24 +30,21 @@ _STORAGE_ERRORS = {
     errno.EIO, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 
-# Permanent errors of the object store, with an explanation for the user. A refusal by obstore has its own
-# words before the store's code.
+# Permanent errors of the object store, with an explanation for the user. obstore has its own words before the
+# store's code.
 _STORE_REFUSALS = {
-    "NO_SUCH_BUCKET|NoSuchBucket":
-        "there is no such bucket",
-    "REQUEST_TIME_TOO_SKEWED|RequestTimeTooSkewed":
+    "RequestTimeTooSkewed":
         "this machine's clock and the object store's differ by too much",
-    "INVALID_ACCESS_KEY_ID|InvalidAccessKeyId|UNRECOGNIZED_CLIENT|SIGNATURE_DOES_NOT_MATCH|"
-    "SignatureDoesNotMatch|INVALID_CLIENT_TOKEN_ID|EXPIRED_TOKEN|ExpiredToken":
+    "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken":
         "the object store does not accept the credentials",
-    r"ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|Generic \w+ error(?=.*403 Forbidden)|"
-    "lacked the necessary privileges|not have valid authentication credentials":
+    r"AccessDenied|Generic \w+ error(?=.*403 Forbidden)|lacked the necessary privileges|"
+    "not have valid authentication credentials":
         "the object store refuses access: no credentials, or a role without this right",
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
-# Of pyarrow and obstore. A path of a store may not be there for a moment after it was written.
-_OF_A_STORE = r"AWS Error|google::cloud::Status|Generic \w+ error|Path does not exist '"
+# Of obstore. A path of a store may not be there for a moment after it was written.
+_OF_A_STORE = r"Generic \w+ error|Object at location .* not found"
 
 _WRAPPED = (
     "cause", "controller_failure", "health_check_failure", "_base_exc", "__cause__", "__context__",
@@ -101,9 +98,7 @@ def store_refusal(error: BaseException) -> str | None:
     text = " ".join(str(failure).split())
     for codes, meaning in _STORE_REFUSALS.items():
         if failure is not None and (match := re.search(codes, text)):
-            key_match = re.search(r"(?:for|with) key '(.*?)' in bucket '(.*?)'", text)
-            location = f"{key_match[2]}/{key_match[1]}" if key_match else text.partition(": ")[0]
-            return f"{location}: {meaning} ({match[0]})"
+            return f"{text.partition(': ')[0]}: {meaning} ({match[0]})"
     return None
 
 

@@ -71,8 +71,7 @@ def _describe_contents(uri: str, whole: bool) -> str:
             digest.update(piece)
     else:
         mtime_text = f" {info.mtime_ns}"
-        with storage.open_input(uri) as stream:
-            for number in range(16):
-                offset = (size - _PIECE_BYTES) * number // 15
-                digest.update(storage.read_range(uri, stream, offset, _PIECE_BYTES))
+        for number in range(16):
+            offset = (size - _PIECE_BYTES) * number // 15
+            digest.update(storage.read_range(uri, offset, _PIECE_BYTES))
     return f"{size} {digest.hexdigest()}{mtime_text}\n"

@@ -141,7 +141,7 @@ def _path(folder: str, number: int) -> str:
 
 def read(uri: str) -> dict[str, Any] | None:
     """The facts in a lock file; None where the file is missing or is no lock file."""
-    # Twice, because pyarrow garbles a file of a store that its owner renews between two requests.
+    # Twice: fsspec garbles a file of a store that its owner renews between two requests.
     for _ in range(2):
         try:
             facts = json.loads(storage.read_bytes(uri))

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from pipeline import storage
 from pipeline.config import require
-from pipeline.storage.failures import with_retries
 
 _ROOM = "room.lock"
 _RANGE_BYTES = 16 << 20
@@ -139,14 +138,7 @@ def _fill(uri: str, folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _copy(uri: str, path: Path, start: int, length: int) -> None:
-    def read() -> bytes:
-        with storage.open_input(uri) as stream:
-            data: bytes = stream.read_at(length, start)
-        if len(data) != length:
-            raise OSError(f"{uri}: {len(data):,} bytes came of {length:,}")
-        return data
-
-    data = with_retries(read)
+    data = storage.read_range(uri, start, length)
     with storage.naming(path), path.open("r+b") as file:
         file.seek(start)
         file.write(data)  # all of it, where os.pwrite writes what there is room for

@@ -219,6 +219,7 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
     workers, draft = spec.workers, spec.draft
     resources = {"CPU": spec.threads, **({"GPU": 1} if workers.gpu else {})}
     count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
+    filesystem, path = storage.locate(draft.path(_CHECKPOINTS))
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, spec, messages, driver_terminated),
         torch_config=OverRaysNetwork(),
@@ -227,7 +228,8 @@ def _fit_workers(spec: WorkerSpec, messages: Queue, driver_terminated: Any) -> T
         ),
         run_config=ray.train.RunConfig(
             name=spec.attempt,
-            storage_path=draft.path(_CHECKPOINTS),
+            storage_path=path,
+            storage_filesystem=filesystem,  # Ray's own would know other credentials
             failure_config=ray.train.FailureConfig(
                 max_preemption_failures=0,  # `fit` restarts workers
                 # Of its waits for room, which take a minute each. By default it waits for ever.

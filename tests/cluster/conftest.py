@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -195,6 +196,8 @@ class S3:
     """Before each answer."""
     forbid: bool = False
     """Whether it refuses all, as it does without credentials."""
+    access_keys: set[str] = field(default_factory=set)
+    """Those of the requests about objects."""
 
     def bucket(self, name: str) -> str:
         """The URI of a new bucket."""
@@ -229,6 +232,17 @@ def s3() -> Iterator[S3]:
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
         requests[environ["REQUEST_METHOD"]] += 1
+        credentials = environ.get("HTTP_AUTHORIZATION", "")
+        here.access_keys |= set(re.findall("Credential=(.+?)/.*/s3/", credentials))
+        if environ["PATH_INFO"] == "/federation/credentials":  # of SSO, which moto does not know
+            keys = {
+                "accessKeyId": "SSO",
+                "secretAccessKey": "s",
+                "sessionToken": "t",
+                "expiration": 2e12,
+            }
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps({"roleCredentials": keys}).encode()]
         if here.forbid:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import boto3
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
 from jobs import program
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
-from pipeline.config import Stopped
+from pipeline.config import BadInput, Stopped
 from pipeline.corpora import file_tasks
 from pipeline.corpora.formats import parquet_fetches, tables
 from pipeline.corpora.raw import Reading
@@ -69,23 +71,6 @@ def test_a_bucket_that_is_missing_is_named(s3, run_job_here, tmp_path, tiny_rank
     assert "there is no bucket 'b-none'" in refusal
 
 
-def test_a_store_that_does_not_tell_whether_a_bucket_is_there_is_no_fault(s3, bucket, monkeypatch):
-    """A role may read files and not ask for the bucket."""
-    monkeypatch.setattr(storage, "_known_buckets", set())
-    filesystem, path = storage.locate(bucket)
-
-    class Guarded:
-        type_name = "s3"
-
-        def get_file_info(self, asked: object) -> object:
-            if asked == path:
-                raise PermissionError("ACCESS_DENIED during HeadBucket")
-            return filesystem.get_file_info(asked)
-
-    monkeypatch.setattr(storage, "locate", lambda uri: (Guarded(), f"{path}/none"))
-    assert not storage.exists(storage.join(bucket, "none"))
-
-
 @pytest.mark.parametrize("size", [0, 1_000_000])
 def test_a_small_file_is_written_by_one_request(s3, bucket, size):
     with s3.counted() as requests:
@@ -114,7 +99,7 @@ def test_a_process_has_one_file_system_for_a_bucket(bucket):
     first, _ = storage.locate(storage.join(bucket, "a"))
     second, path = storage.locate(storage.join(bucket, "b", "c"))
     assert first is second
-    assert path == f"{bucket.removeprefix('s3://')}/b/c"
+    assert path == "b/c"
 
 
 def test_of_many_that_make_a_file_at_one_moment_one_does(bucket):
@@ -145,9 +130,95 @@ def test_a_lock_in_a_bucket_is_as_old_as_the_store_says(bucket, monkeypatch):
             pass
 
 
-def test_a_store_that_refuses_is_an_error_of_the_network_not_a_lost_race(s3, bucket, monkeypatch):
-    with pytest.raises(OSError, match=r"^s3://not-there/lock: "):
+def test_a_store_that_refuses_is_not_a_lost_race(s3, bucket):
+    with pytest.raises(BadInput, match=r"^s3://not-there/lock: there is no bucket 'not-there'$"):
         storage.create_bytes("s3://not-there/lock", b"")
+    s3.fail_every = 1
+    try:
+        with pytest.raises(OSError, match=rf"^{bucket}/lock: Generic S3 error: .*503"):
+            storage.create_bytes(f"{bucket}/lock", b"")
+    finally:
+        s3.fail_every = 0
+
+
+CHAIN = """
+import pickle, sys
+from pipeline import storage
+filesystem, path = storage.locate(sys.argv[1])
+storage.write_bytes(f"{sys.argv[1]}/a", b"a")
+assert storage.create_bytes(f"{sys.argv[1]}/lock", b"")
+assert storage.read_bytes(storage.list_files(sys.argv[1])[0]) == b"a"
+there = pickle.loads(pickle.dumps(filesystem))  # as Ray Train gives it to its workers
+assert there.get_file_info(f"{path}/a").size == 1
+"""
+KEYS = "aws_access_key_id = KEYS\naws_secret_access_key = s\n"
+PROFILES = {
+    "environment": "",
+    "keys": f"[profile mine]\n{KEYS}",
+    "process": "[profile mine]\ncredential_process = cat {home}/process.json\n",
+    "role": f"[profile mine]\nrole_arn = arn:aws:iam::123456789012:role/data\nsource_profile = base\n"
+    f"[profile base]\n{KEYS}",
+    "sso": "[profile mine]\nsso_session = s\nsso_account_id = 1\nsso_role_name = data\n"
+    "[sso-session s]\nsso_region = us-east-1\nsso_start_url = http://sso\n",
+}
+
+
+@pytest.mark.parametrize("kind", PROFILES)
+def test_data_and_locks_take_the_credentials_of_every_kind_of_profile(s3, bucket, tmp_path, kind):
+    session = tmp_path / ".aws" / "sso" / "cache" / f"{hashlib.sha1(b's').hexdigest()}.json"
+    session.parent.mkdir(parents=True)
+    session.write_text(json.dumps({"accessToken": "t", "expiresAt": "2100-01-01T00:00:00Z"}))
+    secret = {"Version": 1, "AccessKeyId": "PROCESS", "SecretAccessKey": "s"}
+    (tmp_path / "process.json").write_text(json.dumps(secret))
+    (tmp_path / ".aws" / "config").write_text(PROFILES[kind].replace("{home}", str(tmp_path)))
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    if kind == "environment":
+        environment["AWS_ACCESS_KEY_ID"] = "ENVIRONMENT"
+    else:
+        del environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
+        environment["AWS_PROFILE"] = "mine"
+    s3.access_keys.clear()
+    subprocess.run([sys.executable, "-c", CHAIN, f"{bucket}/x"], env=environment, check=True)
+    (key,) = s3.access_keys
+    assert key.startswith("ASIA") if kind == "role" else key == kind.upper()
+
+
+def test_the_endpoint_of_a_uri_counts(s3, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    query = f"?scheme=http&endpoint_override={s3.endpoint.removeprefix('http://')}"
+    assert storage.create_bytes(f"{bucket}/lock{query}", b"x")
+    assert storage.list_files(bucket + query) == [f"{bucket}/lock{query}"]
+
+
+def test_a_folder_is_copied_there_and_back_as_ray_train_copies_checkpoints(bucket, tmp_path):
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    data = os.urandom(1 << 20) * 20
+    (tmp_path / "a" / "deep" / "state").write_bytes(data)
+    filesystem, path = storage.locate(f"{bucket}/checkpoint")
+    filesystem.create_dir(path)
+    pafs.copy_files(str(tmp_path / "a"), path, destination_filesystem=filesystem)
+    pafs.copy_files(path, str(tmp_path / "b"), source_filesystem=filesystem)
+    assert (tmp_path / "b" / "deep" / "state").read_bytes() == data
+    filesystem.delete_dir(path)
+    assert not storage.exists(f"{bucket}/checkpoint")
+
+
+def test_a_folder_that_a_console_has_made_is_no_file(bucket):
+    for key in ("a/", "a/b/", "a/b/empty", "a/c/"):
+        boto3.client("s3").put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=b"")
+    assert storage.list_files(f"{bucket}/a") == [f"{bucket}/a/b/empty"]
+    assert storage.names_in(f"{bucket}/a") == ["b", "c"]
+
+
+def test_parquet_is_read_also_where_requests_fail_and_answers_are_cut(s3, bucket):
+    table = pa.table({"text": [f"text {number}" for number in range(5_000)]})
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, row_group_size=500)
+    uri = storage.join(bucket, "candidates.parquet")
+    storage.write_bytes(uri, buffer.getvalue())
+    with s3.at_its_worst(fail_every=3, cut_every=2, delay_s=0.0):
+        rows = tables.read(uri, {"text": "text"}, Reading(), file_tasks.ParseReport())
+        assert [row["text"] for _, row in rows] == table["text"].to_pylist()
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, None), ((8 << 20) + 5, (16 << 20) - 1)])
@@ -392,10 +463,9 @@ def refused_by_the_store(monkeypatch, capfd):
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
-    written = refused_by_the_store("--uri", "s3://not-there/a/b", "--write")
-    assert written == "not-there/a/b: there is no such bucket (NO_SUCH_BUCKET)"
-    read = refused_by_the_store("--uri", "s3://not-there/a/b")
-    assert read == "s3://not-there/a/b/manifest.json: there is no bucket 'not-there'"
+    for more, file in ((("--write",), "a/b"), ((), "a/b/manifest.json")):
+        said = refused_by_the_store("--uri", "s3://not-there/a/b", *more)
+        assert said == f"s3://not-there/{file}: there is no bucket 'not-there'"
 
 
 @pytest.mark.slow
@@ -410,5 +480,5 @@ def test_no_credentials_are_one_line(s3, bucket, refused_by_the_store, monkeypat
     monkeypatch.setattr(s3, "forbid", True)
     for write in ((), ("--write",)):
         said = refused_by_the_store("--uri", f"{bucket}/a", *write)
-        assert said.startswith(f"{bucket.removeprefix('s3://')}/a")
+        assert said.startswith(f"{bucket}/a")
         assert "the object store refuses access: no credentials, or a role without" in said

@@ -151,8 +151,8 @@ class Nothing:
 @pytest.mark.parametrize(
     "said",
     [
-        "When listing 'a' in bucket 'b': AWS Error SLOW_DOWN during ListObjectsV2 operation: m",
-        "[Errno 2] Path does not exist 'b/a/_tasks/file-00000.json'",  # a moment after it was written
+        # A moment after it was written.
+        "s3://b/a/_tasks/1.json: Object at location a/_tasks/1.json not found: 404 Not Found",
         "s3://b/a: Generic S3 error: Server returned non-2xx status code: 500 Internal Server Error",
     ],
 )  # fmt: skip

@@ -32,6 +32,7 @@ from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_kinds, file_tasks, raw
 from pipeline.corpora.formats import encodings, json_array, parquet_fetches
+from pipeline.storage.object_store import RangedInput
 from pipeline.storage.prefetch import map_prefetched
 
 Lines = Iterable[tuple[int, str]]
@@ -98,10 +99,9 @@ def read(
     data. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
     column that the file lacks.
     """
-    with storage.open_input(uri) as stream:
-        is_parquet = storage.RetriedInput(uri, stream).read(4) == b"PAR1"
-    if is_parquet:
-        return _parquet_rows(uri, option_columns, takes_column, report, groups)
+    stored = storage.open_ranges(uri)
+    if stored.read(4) == b"PAR1":
+        return _parquet_rows(uri, stored, option_columns, takes_column, report, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, report.notes)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
@@ -136,16 +136,15 @@ class RowGroups(NamedTuple):
 def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
     """A Parquet file in pieces of at least `least_rows` rows, but for the last. Empty for other files, and
     for broken ones, which `read` refuses."""
-    with storage.open_input(uri) as stream:
-        stored = storage.RetriedInput(uri, stream)
-        if stored.read(4) != b"PAR1":
-            return []
-        try:
-            metadata = pq.read_metadata(stored)
-        except (pa.ArrowException, OSError):
-            if stored.error:
-                raise stored.error from None
-            return []
+    stored = storage.open_ranges(uri)
+    if stored.read(4) != b"PAR1":
+        return []
+    try:
+        metadata = pq.read_metadata(stored)
+    except (pa.ArrowException, OSError):
+        if stored.error:
+            raise stored.error from None
+        return []
     pieces, first, start, rows = list[RowGroups](), 0, 0, 0
     for group in range(metadata.num_row_groups):
         rows += metadata.row_group(group).num_rows
@@ -435,32 +434,32 @@ def _json_objects(uri: str, lines: Lines, report: file_tasks.ParseReport) -> Row
 
 def _parquet_rows(
     uri: str,
+    stored: RangedInput,
     option_columns: Mapping[str, str],
     takes_column: Callable[[str], object],
     report: file_tasks.ParseReport,
     groups: RowGroups | None,
 ) -> Rows:
     number = groups.rows_before if groups else 0
-    with storage.open_input(uri) as stream:
-        stored = storage.RetriedInput(uri, stream)
-        try:
-            file = pq.ParquetFile(stored, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-            names = file.schema_arrow.names
-            _require_columns(uri, option_columns, names)
-            columns = [n for n in names if n in option_columns.values() or takes_column(n)]
-            first, end = groups[:2] if groups else (0, file.num_row_groups)
-            for fetch in parquet_fetches.plan(file.metadata, first, end, columns):
-                if fetch.is_cheap:
-                    stored.hold(fetch.start, fetch.stop)
-                for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
-                    for row in _as_written(batch).to_pylist():
-                        number += 1
-                        report.records += 1
-                        yield number, row
-        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            if stored.error:  # the file may be whole: the task is tried again
-                raise stored.error from None
-            raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
+    try:
+        file = pq.ParquetFile(stored, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        names = file.schema_arrow.names
+        _require_columns(uri, option_columns, names)
+        columns = [n for n in names if n in option_columns.values() or takes_column(n)]
+        first, end = groups[:2] if groups else (0, file.num_row_groups)
+        for fetched_groups, starts, ends in parquet_fetches.plan(
+            file.metadata, first, end, columns
+        ):
+            stored.hold(starts, ends)
+            for batch in file.iter_batches(_BATCH_ROWS, fetched_groups, columns):
+                for row in _as_written(batch).to_pylist():
+                    number += 1
+                    report.records += 1
+                    yield number, row
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        if stored.error:  # the file may be whole: the task is tried again
+            raise stored.error from None
+        raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
 def _as_written(batch: pa.RecordBatch) -> pa.RecordBatch:

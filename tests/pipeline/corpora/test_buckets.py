@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from pipeline import storage
 from pipeline.corpora import buckets
 from pipeline.engine.draft import Draft
-from pipeline.storage import failures
 
 SCHEMA = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
@@ -34,25 +32,6 @@ def test_a_bucket_of_many_files_holds_its_rows_in_the_order_of_files_and_rows(ou
         found = buckets.read(out, names, bucket, SCHEMA)
         assert found == table(wanted)
         assert found["number"].num_chunks == 1
-
-
-def test_a_read_that_a_store_refuses_is_tried_again(out, monkeypatch):
-    """Its client does not, where the refusal's text is longer than the 16 bytes of two offsets."""
-    buckets.write(out, "part", table([1, 2]))
-    refusals, open_input = [OSError("AWS Error SLOW_DOWN")] * 3, storage.open_input
-
-    class Refused:
-        def __init__(self, stream):
-            self.size, self._stream = stream.size, stream
-
-        def read_at(self, length: int, start: int) -> bytes:
-            if refusals:
-                raise refusals.pop()
-            return self._stream.read_at(length, start)
-
-    monkeypatch.setattr(failures.time, "sleep", lambda _: None)
-    monkeypatch.setattr(storage, "open_input", lambda uri: nullcontext(Refused(open_input(uri))))
-    assert buckets.read(out, ["part"], 0, SCHEMA) == table([1, 2])
 
 
 @pytest.mark.slow

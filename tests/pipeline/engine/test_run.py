@@ -149,13 +149,13 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
         tempfile.mkstemp(prefix=f"tried-{name}-", dir=tmp_path)
         tries = len(list(tmp_path.glob(f"tried-{name}-*")))
         if tries <= argument:
-            raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation")
+            raise OSError("Generic S3 error: error sending request")
         return TaskRecord(counts={"tries": tries})
 
     monkeypatch.setattr("pipeline.engine.run.DELAYS_S", (0.0, 0.0, 0.0))
     records = run_tasks(out, {"a": 0, "b": 3}, work, "-", TaskRecord)
     assert [record.counts["tries"] for record in records] == [1, 4]
-    with pytest.raises(Stopped, match=r"c \(9\): OSError: AWS Error NETWORK_CONNECTION"):
+    with pytest.raises(Stopped, match=r"c \(9\): OSError: Generic S3 error"):
         run_tasks(out, {"c": 9}, work, "-", TaskRecord)
     assert len(list(tmp_path.glob("tried-c-*"))) == 4
 
@@ -163,13 +163,13 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
 @pytest.mark.usefixtures("here")
 def test_a_store_that_refuses_a_task_is_one_line(out, tmp_path, capsys):
     """Such as on a node without the role; it was a traceback for each of 20 tasks."""
-    error = "When reading 'k' for key 'k' in bucket 'b': AWS Error ACCESS_DENIED during GetObject operation"
+    error = "s3://b/k: The operation lacked the necessary privileges: <Code>AccessDenied</Code>"
 
     def work(draft, name, argument):
         tempfile.mkstemp(prefix="tried-", dir=tmp_path)
         raise OSError(error)
 
-    with pytest.raises(BadInput, match=r"^b/k: the object store refuses access: .* \(on "):
+    with pytest.raises(BadInput, match=r"^s3://b/k: the object store refuses access: .* \(on "):
         run_tasks(out, dict.fromkeys("abc", 1), work, "-", TaskRecord)
     assert len(list(tmp_path.glob("tried-*"))) == 1
     assert "Traceback" not in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_a_lock_that_cannot_be_given_back_hides_no_failure(pools, monkeypatch):
     """Where the store refuses everything, the first refusal says more than that of the lock."""
 
     def refuse(uri):
-        raise OSError("AWS Error ACCESS_DENIED")
+        raise OSError("AccessDenied")
 
     with pytest.raises(ValueError, match="the job's own"), locked(pools, "p", 60):
         monkeypatch.setattr(storage, "read_bytes", refuse)
