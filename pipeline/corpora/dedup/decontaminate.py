@@ -17,7 +17,6 @@ examples); then the driver makes the index and the matches itself.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +50,6 @@ from pipeline.corpora.dedup.examples import (
 from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.engine import executors
 from pipeline.engine.draft import Draft
-from pipeline.engine.executors import ObjectRef
 from pipeline.engine.records import TaskRecord
 from pipeline.engine.run import run_tasks
 from pipeline.storage.prefetch import map_prefetched
@@ -64,6 +62,7 @@ _SUSPECTS = pa.schema(
 )
 """N-grams of train that the filter lets through: the example, the n-gram's place in it, and whether it is
 a run of words of a longer text, or all of a short one."""
+NgramFilter = np.ndarray[Any, np.dtype[np.uint8]]
 _FILTER = pa.schema([("bits", pa.large_binary())])
 
 # Of a Parquet file of examples. Real Reddit has 0.2, made-up texts, which compress better, 0.4 to 1.
@@ -135,6 +134,12 @@ class Layout:
     def buckets(self, hashes: Hashes) -> Ints:
         return self.filter_places(hashes) >> (self.filter_bits - self.bucket_bits)
 
+    def lets_through(self, ngram_filter: NgramFilter, hashes: Hashes) -> Bools:
+        """Whether each n-gram is in the filter: all of the evaluation sets, and one of 6 to 12 others."""
+        places = self.filter_places(hashes)
+        is_set: Bools = (ngram_filter[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
+        return is_set
+
     def file(self, draft: Draft, name: str, rows: pa.Table) -> None:
         """Files rows by the bucket of their n-gram."""
         buckets.write(draft, name, rows, self.buckets(rows["gram"].to_numpy()), self.bucket_count)
@@ -142,33 +147,6 @@ class Layout:
     def executor(self) -> AbstractContextManager[object]:
         """Runs a single bucket's task in this process: a cluster takes longer to start one."""
         return nullcontext() if self.bucket_bits else executors.in_this_process()
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A set of n-gram hashes with false positives: all of the evaluation sets, and one of 6 to 12 others."""
-
-    bits: np.ndarray[Any, np.dtype[np.uint8]]
-    layout: Layout
-
-    def lets_through(self, hashes: Hashes) -> Bools:
-        places = self.layout.filter_places(hashes)
-        is_set: Bools = (self.bits[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
-        return is_set
-
-
-def drop(
-    draft: Draft, plan: DedupPlan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
-) -> list[TaskRecord]:
-    """Files the drops of the tasks "match-…"; returns their records. Needs the index of the sets."""
-    suspect_tasks = plan.tasks("suspects", "train")
-    filter_ref = executors.put(_read_filter(draft, layout))
-    look_up = functools.partial(_look_up, plan=plan, options=options, filter_ref=filter_ref)
-    look_up_records = run_tasks(draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord)
-    match = functools.partial(_match, plan=plan, names=set_names(sets), n=options.ngram_words)
-    with layout.executor():
-        tasks = bucket_tasks("match", layout.bucket_count)
-        return look_up_records + run_tasks(draft, tasks, match, "contaminated", TaskRecord)
 
 
 def build_index(
@@ -179,9 +157,46 @@ def build_index(
     Raises BadInput for a file without texts, and a set (other than the corpus's own) without n-grams.
     """
     files = [(uri, number) for number, evaluation in enumerate(sets) for uri in evaluation.files]
-    tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
-    collect = functools.partial(_collect, files=files, layout=layout, options=options)
-    records = run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
+    file_tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
+
+    def collect(draft: Draft, task: str, number: int) -> NgramsRecord:
+        uri, set_number = files[number]
+        names, tables = list[pa.Array](), list[pa.Table]()
+        start = 0
+        schema = _GRAMS.set(3, pa.field("text", pa.int64()))
+        for ids, groups, words in read_texts(uri, options.text):
+            grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
+            text = np.repeat(np.arange(len(ids)), grams.counts)
+            columns = [
+                grams.hashes,
+                np.full(len(text), set_number, np.int32),
+                groups[text],
+                start + text,
+            ]
+            tables.append(pa.table(columns, schema=schema))
+            names.append(ids)
+            start += len(ids)
+        rows = _first_of_group(pa.concat_tables([schema.empty_table(), *tables]).combine_chunks())
+        ids = pa.chunked_array(names, pa.string()).take(rows["text"])
+        layout.file(draft, task, pa.table([*rows.columns[:3], ids], schema=_GRAMS))
+        return NgramsRecord(ngrams=rows.num_rows)
+
+    def index(draft: Draft, task: str, bucket: int) -> NgramsRecord:
+        rows = _first_of_group(buckets.read(draft, list(file_tasks), bucket, _GRAMS))
+        grams = rows["gram"].to_numpy()
+        _, starts, groups = np.unique(grams, return_index=True, return_counts=True)
+        first = np.lexsort((rows["set"].to_numpy(), grams))[starts]
+        if options.boilerplate_groups:
+            first = first[groups <= options.boilerplate_groups]
+        rows = rows.take(pa.array(first))
+        buckets.write(draft, task, rows)
+        has_ngram = np.zeros(1 << (layout.filter_bits - layout.bucket_bits), bool)
+        has_ngram[layout.filter_places(grams[first]) & (len(has_ngram) - 1)] = True
+        bits = np.packbits(has_ngram, bitorder="little").tobytes()
+        buckets.write(draft, f"{task}-filter", pa.table([[bits]], schema=_FILTER))
+        return NgramsRecord(ngrams=rows.num_rows)
+
+    records = run_tasks(draft, file_tasks, collect, "evaluation sets: n-grams", NgramsRecord)
     ngrams_of_set = Counter[int]()
     for record, (_, number) in zip(records, files, strict=True):
         ngrams_of_set[number] += record.ngrams
@@ -191,14 +206,71 @@ def build_index(
                 f"--evaluation {evaluation.uri}: no text of decontaminate.min_words "
                 f"{options.min_words} or more"
             )
-    index = functools.partial(_index, parts=list(tasks), layout=layout, options=options)
     with layout.executor():
         tasks = bucket_tasks("evaluation-index", layout.bucket_count)
         index_records = run_tasks(draft, tasks, index, "evaluation sets: index", NgramsRecord)
     return any(record.ngrams for record in index_records)
 
 
-def _read_filter(draft: Draft, layout: Layout) -> Filter:
+def drop(
+    draft: Draft, plan: DedupPlan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
+) -> list[TaskRecord]:
+    """Files the drops of the tasks "match-…"; returns their records. Needs the index of the sets."""
+    filter_ref = executors.put(_read_filter(draft, layout))
+    suspect_tasks, names, n = plan.tasks("suspects", "train"), set_names(sets), options.ngram_words
+
+    def look_up(draft: Draft, task: str, number: int) -> TaskRecord:
+        ngram_filter = filter_ref.get()
+        tables = [_SUSPECTS.empty_table()]
+        for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
+            words = compared_words(rows, options.text)
+            grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
+            hits = np.flatnonzero(layout.lets_through(ngram_filter, grams.hashes))
+            text = np.searchsorted(grams.offsets, hits, side="right") - 1
+            columns = [
+                grams.hashes[hits],
+                node_of(number, numbers[text]),
+                (hits - grams.offsets[text]).astype(np.int32),
+                words.counts[text] >= options.ngram_words,
+            ]
+            tables.append(pa.table(columns, schema=_SUSPECTS))
+        layout.file(draft, task, pa.concat_tables(tables).combine_chunks())
+        return TaskRecord()
+
+    def match(draft: Draft, task: str, bucket: int) -> TaskRecord:
+        """Finds for each example its n-gram in the first set; of several, the first in the example."""
+        index = buckets.read(draft, [f"evaluation-index-{bucket:05d}"], 0, _GRAMS)
+        rows = buckets.read(draft, suspect_tasks, bucket, _SUSPECTS)
+        grams, suspects = index["gram"].to_numpy(), rows["gram"].to_numpy()
+        places = (
+            np.minimum(np.searchsorted(grams, suspects), len(grams) - 1)
+            if len(grams)
+            else suspects[:0]
+        )
+        hits = np.flatnonzero(grams[places] == suspects[: len(places)])
+        rows, index = rows.take(pa.array(hits)), index.take(pa.array(places[hits]))
+        nodes, numbers = rows["node"].to_numpy(), index["set"].to_numpy()
+        order = np.lexsort((rows["place"].to_numpy(), numbers, nodes))
+        first = order[np.unique(nodes[order], return_index=True)[1]]
+        rows, index = rows.take(pa.array(first)), index.take(pa.array(first))
+        shard, row = shard_and_row(nodes[first])
+        reasons = [
+            f"{n} words of {names[number]}" if is_run else f"text of {names[number]}"
+            for number, is_run in zip(numbers[first], rows["is_run"].to_pylist(), strict=True)
+        ]
+        columns = [row, pa.array(reasons, pa.string()), index["id"], index["set"], rows["place"]]
+        buckets.write(
+            draft, f"{task}-drops", pa.table(columns, schema=CONTAMINATED), shard, len(plan.shards)
+        )
+        return TaskRecord()
+
+    look_up_records = run_tasks(draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord)
+    with layout.executor():
+        tasks = bucket_tasks("match", layout.bucket_count)
+        return look_up_records + run_tasks(draft, tasks, match, "contaminated", TaskRecord)
+
+
+def _read_filter(draft: Draft, layout: Layout) -> NgramFilter:
     def read(task: str) -> bytes:
         part_bits: bytes = buckets.read(draft, [f"{task}-filter"], 0, _FILTER)["bits"][0].as_py()
         return part_bits
@@ -208,109 +280,7 @@ def _read_filter(draft: Draft, layout: Layout) -> Filter:
     tasks = bucket_tasks("evaluation-index", layout.bucket_count)
     for part, part_bits in zip(parts, map_prefetched(read, tasks), strict=True):
         part[:] = np.frombuffer(part_bits, np.uint8)
-    return Filter(bits, layout)
-
-
-def _look_up(
-    draft: Draft,
-    task: str,
-    number: int,
-    plan: DedupPlan,
-    options: Options,
-    filter_ref: ObjectRef[Filter],
-) -> TaskRecord:
-    ngram_filter = filter_ref.get()
-    tables = [_SUSPECTS.empty_table()]
-    for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
-        words = compared_words(rows, options.text)
-        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
-        hits = np.flatnonzero(ngram_filter.lets_through(grams.hashes))
-        text = np.searchsorted(grams.offsets, hits, side="right") - 1
-        columns = [
-            grams.hashes[hits],
-            node_of(number, numbers[text]),
-            (hits - grams.offsets[text]).astype(np.int32),
-            words.counts[text] >= options.ngram_words,
-        ]
-        tables.append(pa.table(columns, schema=_SUSPECTS))
-    ngram_filter.layout.file(draft, task, pa.concat_tables(tables).combine_chunks())
-    return TaskRecord()
-
-
-def _match(
-    draft: Draft, task: str, bucket: int, plan: DedupPlan, names: list[str], n: int
-) -> TaskRecord:
-    """Finds for each example its n-gram in the first set; of several, the first in the example."""
-    index = buckets.read(draft, [f"evaluation-index-{bucket:05d}"], 0, _GRAMS)
-    rows = buckets.read(draft, plan.tasks("suspects", "train"), bucket, _SUSPECTS)
-    grams, suspects = index["gram"].to_numpy(), rows["gram"].to_numpy()
-    places = (
-        np.minimum(np.searchsorted(grams, suspects), len(grams) - 1) if len(grams) else suspects[:0]
-    )
-    hits = np.flatnonzero(grams[places] == suspects[: len(places)])
-    rows, index = rows.take(pa.array(hits)), index.take(pa.array(places[hits]))
-    nodes, numbers = rows["node"].to_numpy(), index["set"].to_numpy()
-    order = np.lexsort((rows["place"].to_numpy(), numbers, nodes))
-    first = order[np.unique(nodes[order], return_index=True)[1]]
-    rows, index = rows.take(pa.array(first)), index.take(pa.array(first))
-    shard, row = shard_and_row(nodes[first])
-    reasons = [
-        f"{n} words of {names[number]}" if is_run else f"text of {names[number]}"
-        for number, is_run in zip(numbers[first], rows["is_run"].to_pylist(), strict=True)
-    ]
-    columns = [row, pa.array(reasons, pa.string()), index["id"], index["set"], rows["place"]]
-    buckets.write(
-        draft, f"{task}-drops", pa.table(columns, schema=CONTAMINATED), shard, len(plan.shards)
-    )
-    return TaskRecord()
-
-
-def _collect(
-    draft: Draft,
-    task: str,
-    number: int,
-    files: list[tuple[str, int]],
-    layout: Layout,
-    options: Options,
-) -> NgramsRecord:
-    uri, set_number = files[number]
-    names, tables = list[pa.Array](), list[pa.Table]()
-    start = 0
-    schema = _GRAMS.set(3, pa.field("text", pa.int64()))
-    for ids, groups, words in read_texts(uri, options.text):
-        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
-        text = np.repeat(np.arange(len(ids)), grams.counts)
-        columns = [
-            grams.hashes,
-            np.full(len(text), set_number, np.int32),
-            groups[text],
-            start + text,
-        ]
-        tables.append(pa.table(columns, schema=schema))
-        names.append(ids)
-        start += len(ids)
-    rows = _first_of_group(pa.concat_tables([schema.empty_table(), *tables]).combine_chunks())
-    ids = pa.chunked_array(names, pa.string()).take(rows["text"])
-    layout.file(draft, task, pa.table([*rows.columns[:3], ids], schema=_GRAMS))
-    return NgramsRecord(ngrams=rows.num_rows)
-
-
-def _index(
-    draft: Draft, task: str, bucket: int, parts: list[str], layout: Layout, options: Options
-) -> NgramsRecord:
-    rows = _first_of_group(buckets.read(draft, parts, bucket, _GRAMS))
-    grams = rows["gram"].to_numpy()
-    _, starts, groups = np.unique(grams, return_index=True, return_counts=True)
-    first = np.lexsort((rows["set"].to_numpy(), grams))[starts]
-    if options.boilerplate_groups:
-        first = first[groups <= options.boilerplate_groups]
-    rows = rows.take(pa.array(first))
-    buckets.write(draft, task, rows)
-    has_ngram = np.zeros(1 << (layout.filter_bits - layout.bucket_bits), bool)
-    has_ngram[layout.filter_places(grams[first]) & (len(has_ngram) - 1)] = True
-    bits = np.packbits(has_ngram, bitorder="little").tobytes()
-    buckets.write(draft, f"{task}-filter", pa.table([[bits]], schema=_FILTER))
-    return NgramsRecord(ngrams=rows.num_rows)
+    return bits
 
 
 def _first_of_group(rows: pa.Table) -> pa.Table:
