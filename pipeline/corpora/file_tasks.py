@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 from collections import Counter
@@ -18,7 +17,6 @@ from pipeline import storage
 from pipeline.artifact import FileEntry
 from pipeline.config import BadInput
 from pipeline.corpora import raw, variants
-from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
 from pipeline.engine.draft import Draft
@@ -115,19 +113,48 @@ def prepare(
         if is_document(uri)
     ]
     files = sorted((uri for uri in files if not is_document(uri)), key=storage.name_of)
-    work = functools.partial(
-        _convert,
-        parse=parse,
-        schema=schema,
-        reading=reading,
-        privacy=privacy,
-        rows_per_shard=rows_per_shard,
-        keeps_sample=len(files) <= variants.MOST_FILES,
-    )
+    keeps_sample = len(files) <= variants.MOST_FILES
+
+    def convert(draft: Draft, task: str, uri: str) -> FileRecord:
+        report, sample = ParseReport(), np.zeros(0, np.uint64)
+        shards, counts = list[FileEntry](), Counter[str]()
+        for split, rows in _shards(parse(uri, reading, report), rows_per_shard):
+            number = sum(shard["path"].startswith(split) for shard in shards)
+            name = f"{split}/{task}-{number:03d}.parquet"
+            if keeps_sample:
+                sample = variants.add_to_sample(sample, rows)
+            if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
+                random.Random(name).shuffle(rows)
+            table, redacted = redact_rows(pa.Table.from_pylist(rows, schema=schema), privacy)
+            shards.append(draft.write_table(name, table))
+            counts.update({**redacted, "examples": len(rows), f"examples.{split}": len(rows)})
+        record = report.close(
+            draft, task, privacy, FileRecord, input=uri, sample=sample.tolist(), files=shards
+        )
+        return replace(record, counts={**counts, **record.counts})
+
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
-    records = [*run_tasks(draft, tasks, work, label, FileRecord), *documents]
+    records = [*run_tasks(draft, tasks, convert, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
     return [*records, *_overlaps(draft, records)]
+
+
+def _shards(
+    rows: Iterable[ParsedRow], rows_per_shard: int
+) -> Iterator[tuple[str, list[ParsedRow]]]:
+    """(split, rows) of each shard; of few rows where their texts are long."""
+    pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
+    characters = Counter[str]()
+    for row in rows:
+        split = row["split"]
+        pending_rows[split].append(row)
+        texts = (*row["context"], row["response"], *(row.get("candidates") or ()))
+        characters[split] += sum(map(len, texts))
+        is_full = len(pending_rows[split]) == rows_per_shard
+        if is_full or characters[split] >= _CHARACTERS_PER_SHARD:
+            yield split, pending_rows[split]
+            pending_rows[split], characters[split] = [], 0
+    yield from ((split, left) for split, left in pending_rows.items() if left)
 
 
 def _overlaps(draft: Draft, records: Sequence[FileRecord]) -> list[FileRecord]:
@@ -163,57 +190,6 @@ def require_distinct(names: Iterable[str]) -> None:
 def length_fault(size: int, min_size: int, max_size: int) -> str:
     """ "too short" or "too long", or "" for a size within the bounds."""
     return "too short" if size < min_size else "too long" if size > max_size else ""
-
-
-def _convert(
-    draft: Draft,
-    task: str,
-    uri: str,
-    parse: Parser,
-    schema: pa.Schema,
-    reading: raw.Reading,
-    privacy: Privacy,
-    rows_per_shard: int,
-    keeps_sample: bool,
-) -> FileRecord:
-    report = ParseReport()
-    pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
-    pending_characters: Counter[str] = Counter()
-    files: list[FileEntry] = []
-    counts: Counter[str] = Counter()
-    sample: Hashes = np.zeros(0, np.uint64)
-
-    def write(split: str) -> None:
-        nonlocal sample
-        rows, pending_rows[split] = pending_rows[split], []
-        del pending_characters[split]
-        if not rows:
-            return
-        name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
-        if keeps_sample:
-            sample = variants.add_to_sample(sample, rows)
-        if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
-            random.Random(name).shuffle(rows)
-        table, redacted = redact_rows(pa.Table.from_pylist(rows, schema=schema), privacy)
-        counts.update(redacted)
-        files.append(draft.write_table(name, table))
-        counts["examples"] += len(rows)
-        counts[f"examples.{split}"] += len(rows)
-
-    for row in parse(uri, reading, report):
-        split = row["split"]
-        pending_rows[split].append(row)
-        texts = (*row["context"], row["response"], *(row.get("candidates") or ()))
-        pending_characters[split] += sum(map(len, texts))
-        is_full = len(pending_rows[split]) == rows_per_shard
-        if is_full or pending_characters[split] >= _CHARACTERS_PER_SHARD:
-            write(split)
-    for split in SPLITS:
-        write(split)
-    record = report.close(
-        draft, task, privacy, FileRecord, input=uri, sample=sample.tolist(), files=files
-    )
-    return replace(record, counts={**counts, **record.counts})
 
 
 def redact_rows(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]:

@@ -15,7 +15,6 @@ hash of their texts; then each bucket without its duplicates.
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import itertools
 import json
@@ -102,10 +101,28 @@ def prepare(
     records = run_tasks(draft, tasks, read_file, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
     parts = [part for record in records for part in record.parts]
-    build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
+
+    def build_bucket(draft: Draft, task: str, bucket: int) -> TaskRecord:
+        """Writes a bucket's shards; rows in random order."""
+        pairs = buckets.read(draft, parts, bucket, _PAIRS)
+        unique = pairs.group_by(["key", "question", "answer"], use_threads=False)
+        unique = unique.aggregate([("product", "min"), ("product", "count")]).sort_by("key")
+        duplicates = _duplicates(unique, pairs.num_rows)
+        duplicates.save(draft, task, privacy)
+        order = np.random.default_rng(bucket).permutation(unique.num_rows)
+        examples = _examples(unique.take(pa.array(order)), options)
+        rows, redacted = file_tasks.redact_rows(examples, privacy)
+        files, counts = list[FileEntry](), {"examples": rows.num_rows, **redacted}
+        for split in ("train", "test"):
+            split_rows = rows.filter(pc.equal(rows["split"], split))
+            counts[f"examples.{split}"] = split_rows.num_rows
+            if split_rows.num_rows:
+                files.append(draft.write_table(f"{split}/part-{bucket:05d}.parquet", split_rows))
+        return TaskRecord(files=files, counts=counts, dropped=dict(duplicates.counts))
+
     bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(bucket_count)}
     label = "amazonqa: pairs to examples"
-    return [*records, *run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
+    return [*records, *run_tasks(draft, bucket_tasks, build_bucket, label, TaskRecord)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -197,32 +214,6 @@ def _value(record: object, field: str) -> object:
 
 # ---------------------------------------------------------------------------------------------------
 # Phase 2: pairs to examples
-
-
-def _build_bucket(
-    draft: Draft,
-    task: str,
-    bucket: int,
-    parts: list[str],
-    options: Options,
-    privacy: Privacy,
-) -> TaskRecord:
-    """Writes a bucket's shards; rows in random order."""
-    pairs = buckets.read(draft, parts, bucket, _PAIRS)
-    unique = pairs.group_by(["key", "question", "answer"], use_threads=False)
-    unique = unique.aggregate([("product", "min"), ("product", "count")]).sort_by("key")
-    duplicates = _duplicates(unique, pairs.num_rows)
-    duplicates.save(draft, task, privacy)
-    order = np.random.default_rng(bucket).permutation(unique.num_rows)
-    examples = _examples(unique.take(pa.array(order)), options)
-    rows, redacted = file_tasks.redact_rows(examples, privacy)
-    files, counts = list[FileEntry](), {"examples": rows.num_rows, **redacted}
-    for split in ("train", "test"):
-        split_rows = rows.filter(pc.equal(rows["split"], split))
-        counts[f"examples.{split}"] = split_rows.num_rows
-        if split_rows.num_rows:
-            files.append(draft.write_table(f"{split}/part-{bucket:05d}.parquet", split_rows))
-    return TaskRecord(files=files, counts=counts, dropped=dict(duplicates.counts))
 
 
 def _duplicates(unique: pa.Table, pairs: int) -> raw.Rejects:

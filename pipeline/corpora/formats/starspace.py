@@ -50,7 +50,12 @@ def prepare(
     files = [uri for uri in uris if uri not in base_files]
     label = "starspace: articles to examples"
     records = file_tasks.prepare(draft, files, parse_file, EXAMPLE, reading, privacy, label)
-    published = functools.partial(_base_articles, uris=base_files, reading=reading, options=options)
+
+    def published(draft: Draft, report: file_tasks.ParseReport) -> Iterator[tuple[str, str]]:
+        for uri in base_files:
+            for _, name, sentences in _read_articles(uri, reading, report):
+                yield name, articles.article_text(sentences, options)
+
     others = fixed_candidates.choose_others(
         draft, records, options.others, privacy, published if base_files else None
     )
@@ -75,18 +80,6 @@ def parse(
             "split": split_by_name_or_group(file, name),
         }
         yield from articles.search_rows(common, sentences, options)
-
-
-def _base_articles(
-    draft: Draft,
-    report: file_tasks.ParseReport,
-    uris: list[str],
-    reading: raw.Reading,
-    options: Options,
-) -> Iterator[tuple[str, str]]:
-    for uri in uris:
-        for _, name, sentences in _read_articles(uri, reading, report):
-            yield name, articles.article_text(sentences, options)
 
 
 def _read_articles(
