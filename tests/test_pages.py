@@ -421,6 +421,10 @@ def test_the_readme_s_numbers_are_those_of_the_results():
     for row in ("paper.4.convai2.bi", "paper.4.convai2.poly-64", "paper.4.convai2.bi.2_layers"):
         assert f"{rows[row]['ours']:.3f}" in table
     assert f"{rows['search.exact_1m_m64.vs_plain_torch']['ours']:.0f} ms" in table
+    own_data = README.partition("How often the right answer comes first")[2].partition("\n")[0]
+    for dataset in ("banking77", "clinc150"):
+        for way in ("untrained_texts_alone", "untrained", "trained"):
+            assert f"{rows[f'tables.{dataset}.{way}']['ours']:.3f}" in own_data
     speed = rows["convert.encode_vs_minilm_sentence_transformers"]
     assert f"{speed['ours']:,.0f} texts/s, all-MiniLM {speed['peer']:.0f}" in table
     assert f"({rows['convert.saved_megabytes']['ours']:.1f} MB)" in table
