@@ -19,6 +19,7 @@ equal scores are tied, and are in the order of their ids.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
@@ -224,17 +225,14 @@ class _TopK:
     ) -> None:
         self.vectors_MD = vectors_MD
         self.certified = False
-        self.scale = scale
-        self._pool, self._top_k, self._among = pool, top_k, among
+        self.answer: tuple[Ints, Floats] | None = None
+        """What `best` returns, where that is known already."""
+        self.top_k, self.scale, self.among = top_k, scale, among
+        self._pool = pool
         self._places: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
         self.reach = np.float32(-np.inf)
         """No row with a lower score, or bound, belongs to the top k."""
-
-    @property
-    def is_of_whole_pool(self) -> bool:
-        """Whether all rows count, and there are as many as are asked for."""
-        return self._among is None and bool(self.reach > -np.inf)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -260,17 +258,12 @@ class _TopK:
         """Considers no row so far, but knows what is too low for the top k."""
         self._places, self._scores = self._places[:0], self._scores[:0]
 
-    def take_scores(self, scores_N: Floats) -> None:
-        """Considers all rows of the pool, whose scores by a `scorer` are known."""
-        places = np.arange(len(scores_N)) if self._among is None else np.flatnonzero(self._among)
-        self._add(places, scores_N if self._among is None else scores_N[places])
-
     def take_section(self, start: int, bounds_N: Floats) -> None:
         """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
-        if self._among is not None:
-            bounds_N[~self._among[start : start + len(bounds_N)]] = -np.inf
+        if self.among is not None:
+            bounds_N[~self.among[start : start + len(bounds_N)]] = -np.inf
         if not self.reach > -np.inf:
-            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self._top_k))
+            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self.top_k))
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
             self.take(seeds + start)
             bounds_N[seeds] = -np.inf
@@ -283,15 +276,18 @@ class _TopK:
 
     def best(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
-        places = np.sort(self._places)
-        parts = in_parallel(self._exact_scores_at, _split(places, _EXACT_ROWS))
+        return self.answer or self.best_of(np.sort(self._places), in_parallel)
+
+    def best_of(self, places: Ints, share: Callable[..., Any]) -> tuple[Ints, Floats]:
+        """The best of rows at ascending places, in float64. `share`: maps the work on some rows."""
+        parts = list(share(self._exact_scores_at, _split(places, _EXACT_ROWS)))
         scores = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
         order = np.argsort(-scores)
         ordered = scores[order]
         if (ordered[1:] == ordered[:-1]).any():
-            rows = self._pool.rows_at(places, ("id",))
-            order = np.array(sorted(range(len(rows)), key=lambda n: (-scores[n], rows[n]["id"])))
-        best = order[: self._top_k]
+            ids = [row["id"] for row in self._pool.rows_at(places, ("id",))]
+            order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
+        best = order[: self.top_k]
         return places[best], scores[best]
 
     def _exact_scores_at(self, places: Ints) -> Floats:
@@ -304,16 +300,19 @@ class _TopK:
         if len(self._places):
             places = np.concatenate([self._places, places])
             scores = np.concatenate([self._scores, scores])
-        if len(scores) >= self._top_k:
-            kth_score = float(np.partition(scores, -self._top_k)[-self._top_k])
-            # What rounds to the same float32 as the last one is tied with it.
-            (error,) = self.scorer.errors
-            error += abs(kth_score) * 2.0**-22 if np.isfinite(kth_score) else 0.0
+        if len(scores) >= self.top_k:
+            kth_score, error = _kth(scores, self.top_k, self.scorer.errors[0])
             reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
             self.reach = max(self.reach, reach)
             is_near = ~(scores < kth_score - 2 * error)
             places, scores = places[is_near], scores[is_near]
         self._places, self._scores = places, scores
+
+
+def _kth(scores: Floats, top_k: int, error: float) -> tuple[float, float]:
+    """(the k-th best score, what it may be off). What rounds to the same float32 is tied with it."""
+    kth_score = float(np.partition(scores, -top_k)[-top_k])
+    return kth_score, error + (abs(kth_score) * 2.0**-22 if math.isfinite(kth_score) else 0.0)
 
 
 def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
@@ -334,25 +333,33 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
             in_parallel(work, blocks)
             for top, bounds_N in zip(tops, bounds_QN, strict=True):
                 top.take_section(section_start, bounds_N)
-    if len(forms) > 1 and all(top.is_of_whole_pool for top in tops):
+    if len(forms) > 1 and tops[0].among is None and tops[0].top_k <= len(pool):
         learn(pool, contexts, form, time.perf_counter() - began)
     for top in tops:
         top.certified = True
 
 
 def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
-    """Offers the scores of all rows."""
-    together = tops[0].scorer
-    if len(tops) > 1:
-        together = scorer([top.vectors_MD for top in tops], together.scale, pool.longest)
+    """Answers by the scores of all rows."""
+    together = scorer([top.vectors_MD for top in tops], tops[0].scale, pool.longest)
     most = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _MOST_SCORED)
     blocks = list(_blocks(pool.multiplied_layers, most))
     if not blocks:
         return
-    share = map if len(blocks) == 1 else in_parallel  # a single block is multiplied by all cores
+    # All cores multiply a single block together. To take a core for each step would take longer.
+    share: Callable[..., Any] = map if len(blocks) == 1 else in_parallel
     parts = list(share(together.scores, blocks))
-    for top, scores in zip(tops, zip(*parts, strict=True), strict=True):
-        top.take_scores(scores[0] if len(scores) == 1 else np.concatenate(scores))
+    for top, part_scores, error in zip(
+        tops, zip(*parts, strict=True), together.errors, strict=True
+    ):
+        scores = part_scores[0] if len(parts) == 1 else np.concatenate(part_scores)
+        places = None if top.among is None else np.flatnonzero(top.among)
+        scores = scores if places is None else scores[places]
+        near = np.arange(len(scores))
+        if len(scores) > top.top_k:
+            kth_score, error = _kth(scores, top.top_k, error)
+            near = np.flatnonzero(~(scores < kth_score - 2 * error))
+        top.answer = top.best_of(near if places is None else places[near], share)
 
 
 def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:

@@ -56,7 +56,7 @@ def scorer(contexts: Sequence[Floats], scale: float, longest: float) -> Scorer:
     """`contexts`: [M, D] float64 each; `longest`: the longest row."""
     counts = tuple(map(len, contexts))
     joined = contexts[0] if len(contexts) == 1 else np.concatenate(contexts)
-    squares = np.einsum("md,md->m", joined, joined)
+    squares = np.vecdot(joined, joined)
     starts = np.cumsum([0, *counts[:-1]])
     sizes = [math.sqrt(square) for square in np.maximum.reduceat(squares, starts).tolist()]
     in_range = max(1.0, *sizes) * max(1.0, longest) < LARGE

@@ -114,8 +114,11 @@ def tasks(draw):
 def test_finds_what_float64_over_all_rows_finds(method, form, task, data):
     pool, vectors, mask, top_k, attention, among = task
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_SCORED_ROWS", "_OPEN_ROWS"):
+        names = ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_SCORED_ROWS", "_OPEN_ROWS")
+        for name in names:
             patch.setattr(module, name, data.draw(st.integers(1, 30)))
+        # A pool of 60 rows is one block, or several.
+        patch.setattr(module, "_MOST_SCORED", data.draw(st.integers(1, 120)))
         patch.setattr(bounds, "_CENTRES", (data.draw(st.integers(1, 64)),))
         patch.setattr(module, "FORMS", {method: (form,)})
         patch.setattr(module, "_CONTEXTS", data.draw(st.integers(1, 9)))
