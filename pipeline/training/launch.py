@@ -437,7 +437,7 @@ class _Rank:
         self.metrics = {"step": float(step)}
         if saved:  # a finished run that was killed before it published trains no further step
             self.metrics["skipped_steps"] = float(saved.skipped_steps)
-            selection = Selection(keep_last=self.spec.recipe.loop.keep_weights == "last")
+            selection = Selection(self.spec.recipe.loop)
             selection.load(saved.state["selection"])
             self.metrics |= selection.best
         self._tidied_step, self._pace = step, Pace(self.device, step)

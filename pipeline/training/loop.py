@@ -186,9 +186,7 @@ class _Run:
         config = self.config
         self.optimization, self.meter = self.task.optimize(), Meter()
         self.validate_every = validation_steps(self.task, config)
-        decay = config.plateau_decay if config.schedule == "plateau" else 1.0
-        keep_last = config.keep_weights == "last"
-        self.selection = Selection(decay, config.stop_after_validations, keep_last)
+        self.selection = Selection(config)
         self.is_bf16 = resolve_precision(config.precision, self.device) == "bf16"
 
     @property
@@ -295,12 +293,7 @@ class Selection:
     """The decisions so far: the rate after a plateau, when to stop, and which weights to keep. Checkpoints
     hold all of it, so a resumed run decides as an undisturbed one does."""
 
-    decay: float = 1.0
-    """Factor on the rate after a validation whose loss is not below the lowest (ParlAI: 0.4)."""
-    patience: int = 0
-    """Stop after this many validations without a better one; 0: never."""
-    keep_last: bool = False
-    """Each validation counts as the best so far, and the last weights are the result."""
+    config: LoopConfig
     plateau_factor: float = 1.0
     """The current factor on the rate."""
     lowest_loss: float = math.inf
@@ -313,6 +306,11 @@ class Selection:
     """The weights of the best validation, on the CPU; empty before the first, and with `keep_last`."""
 
     @property
+    def keep_last(self) -> bool:
+        """Each validation counts as the best so far, and the last weights are the result."""
+        return self.config.keep_weights == "last"
+
+    @property
     def best(self) -> dict[str, float]:
         """The metrics of the best validation, to show; empty before the first one."""
         if not self.best_metrics:
@@ -322,7 +320,7 @@ class Selection:
 
     @property
     def stop(self) -> bool:
-        return not self.keep_last and 0 < self.patience <= self.without_better
+        return not self.keep_last and 0 < self.config.stop_after_validations <= self.without_better
 
     def update(
         self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
@@ -334,8 +332,8 @@ class Selection:
         """
         if measured.metrics["loss"] < self.lowest_loss:
             self.lowest_loss = measured.metrics["loss"]
-        else:
-            self.plateau_factor *= self.decay
+        elif self.config.schedule == "plateau":
+            self.plateau_factor *= self.config.plateau_decay
         self.without_better += 1
         if self.keep_last or measured.merit > self.best_merit:
             self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
@@ -344,14 +342,13 @@ class Selection:
         return {f"valid_{name}": value for name, value in measured.metrics.items()} | self.best
 
     def state(self) -> dict[str, Any]:
-        settings = ("decay", "patience", "keep_last")
-        return {name: value for name, value in vars(self).items() if name not in settings}
+        return {name: value for name, value in vars(self).items() if name != "config"}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes a `state` back; earlier code called the factor on the rate `share`."""
         names = {"share": "plateau_factor"}
         vars(self).update({names.get(name, name): value for name, value in state.items()})
-        if self.decay == 1.0:  # a run that goes on by a schedule without plateaus
+        if self.config.schedule != "plateau":  # a run that goes on by another schedule
             self.plateau_factor = 1.0
         self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
         weights = {} if self.keep_last else self.weights

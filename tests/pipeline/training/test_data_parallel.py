@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import weakref
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForMaskedLM
 
-from pipeline.training.checkpoint import is_sharded, read_saved, read_state, weights_of, write_state
+from pipeline.training.checkpoint import is_sharded, read_saved, read_state, weights_of, write_saved
 from pipeline.training.launch import distribute
 from pipeline.training.loop import Listener, train
 from pipeline.training.settings import LoopConfig
@@ -54,13 +53,10 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None, terminat
         model = DistributedDataParallel(task.module) if world > 1 else task.module
 
     def checkpoint(state, cursor):
-        if disk is None:
-            return
-        folder = disk / str(state.get("step"))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"cursor-{rank:05d}.json").write_text(json.dumps(cursor))
-        if rank == 0:
-            write_state(state, folder)
+        if disk is not None:
+            folder = disk / str(state["step"])
+            folder.mkdir(parents=True, exist_ok=True)
+            write_saved(folder, state, cursor, rank, world)
 
     listener = Listener(
         losses.__setitem__, checkpoint,

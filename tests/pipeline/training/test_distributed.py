@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import string
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.artifact import Artifact
 from pipeline.models import precision
 from pipeline.models.convert_rt.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
@@ -129,7 +128,7 @@ def mined(folder, own_rank, world, state=None):
     Neither its 11 responses nor its 15 contexts are shared out evenly. With the `state` of a first round
     it goes on from there.
     """
-    corpus = Artifact(**json.loads((folder / "corpus.json").read_text()))
+    corpus = pickle.loads((folder / "corpus").read_bytes())
     rows = Rows.of(corpus, "train", example_columns(True), 0, 1, seed=0)
     config = Mining(responses=9, top_k=5, max_share=1.0)
     miner = Miner(load_ranker(folder / "poly"), rows, config, 1, own_rank, world)
@@ -213,8 +212,7 @@ def folder(tiny, tmp_path_factory):
             tiny.ranker(**config).save(folder / kind)
     rows = [{"context": [f"w{n}"], "response": f"w{50 + n % 11} w3"} for n in range(15)]
     corpus = tiny.corpus(rows, rows_per_file=10, rows_per_group=4)
-    text = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
-    (folder / "corpus.json").write_text(text)
+    (folder / "corpus").write_bytes(pickle.dumps(corpus))
     return folder
 
 

@@ -21,7 +21,7 @@ from pipeline.models.encoder import prepare_for_training
 from pipeline.models.settings import Shape, ranker_config
 from pipeline.models.sources import External
 from pipeline.training import loop
-from pipeline.training.checkpoint import read_saved, read_state, weights_of, write_state
+from pipeline.training.checkpoint import read_saved, read_state, weights_of, write_saved
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, Measured, Task, lr_multiplier, optimization, train
 from pipeline.training.objectives import backward
@@ -53,8 +53,7 @@ class Run:
 
         def on_checkpoint(state, cursor):
             with tempfile.TemporaryDirectory() as folder:
-                write_state(state, Path(folder))
-                (Path(folder) / "cursor-00000.json").write_text(json.dumps(cursor))
+                write_saved(Path(folder), state, cursor, rank=0, world=1)
                 files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
             self.checkpoints[state["step"]] = files
 
@@ -359,12 +358,12 @@ def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
     longer = Run(told(*losses), 6, checkpoint=state, schedule="constant", **settings)
     assert longer.shown("learning_rate") == [1.0, 1.0]
     # In checkpoints of earlier code the factor on the rate is called `share`.
-    selection = loop.Selection(decay=0.4)
+    selection = loop.Selection(LoopConfig(schedule="plateau"))
     state = selection.state()
     state["share"] = state.pop("plateau_factor") * 0.16
     selection.load(state)
     assert selection.plateau_factor == 0.16
-    assert selection.state().keys() == loop.Selection().state().keys()
+    assert selection.state().keys() == loop.Selection(LoopConfig()).state().keys()
 
 
 @pytest.mark.parametrize(("found", "patience", "stops", "best"), [

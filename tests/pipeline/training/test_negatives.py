@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.training import negatives
 from pipeline.training.data import PLACE, DualCollator, Epoch, Rows, example_columns
@@ -181,7 +180,7 @@ def measure_memory(folder, number):
     """Writes the KiB that mining the larger corpus needs above the smaller; in a process of its own."""
 
     def mine(name):
-        corpus = Artifact(**json.loads((folder / name).read_text()))
+        corpus = pickle.loads((folder / name).read_bytes())
         rows = Rows.of(corpus, "train", example_columns(True), 0, 1, 0)
         found = Miner(Constant(), rows, Mining(responses=50), 1, 0, 1)
         found()
@@ -191,10 +190,10 @@ def measure_memory(folder, number):
         patch.object(inference, "candidate_vectors", constant_candidates),
         patch.object(inference, "context_vectors", constant_contexts),
     ):
-        mine("small.json")  # imports and buffers
+        mine("small")  # imports and buffers
         restart_peak_memory()
         before = memory_kib("VmRSS")
-        mine("large.json")
+        mine("large")
         (folder / "grown").write_text(str(memory_kib("VmHWM") - before))
 
 
@@ -203,10 +202,9 @@ def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
     """3,000 rows with 48 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured,
     and 31 on a busy machine."""
     text = "a" * 8_000
-    for name, count in (("small.json", 250), ("large.json", 3_000)):
+    for name, count in (("small", 250), ("large", 3_000)):
         rows = [{"context": [f"{n} {text}"], "response": f"{n} {text}"} for n in range(count)]
         corpus = tiny.corpus(rows, rows_per_group=250)
-        saved = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
-        (tmp_path / name).write_text(saved)
+        (tmp_path / name).write_bytes(pickle.dumps(corpus))
     run_in_processes(measure_memory, tmp_path, 1, timeout_s=200)
     assert int((tmp_path / "grown").read_text()) / 1024 < 40
