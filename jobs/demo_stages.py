@@ -53,6 +53,11 @@ def run_stage(step: Step) -> program.Summary:
     return stage.summary
 
 
+def run_here(verb: str, *options: object) -> program.Summary:
+    """As `run_stage`, of a job without another title than its verb."""
+    return run_stage(Step(verb, ("polyrank", verb, *map(str, options))))
+
+
 @dataclass
 class Stage:
     """A step whose settings are read: only the rest may run in another thread, as reading a config changes

@@ -24,8 +24,8 @@ from typing import Any
 
 from jobs import cluster
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, run_here, run_job, take_turns
-from jobs.demo_stages import SECONDS
+from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
+from jobs.demo_stages import SECONDS, run_here
 from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.engine.draft import Draft

@@ -9,6 +9,7 @@ an environment of its own: `pip install 'sentence-transformers[openvino,onnx]'`.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -65,7 +66,8 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         run_job("convert_model", "--model", minilm_folder(), "--output", model,
                 "--max-context-tokens", _TOKENS, "--max-candidate-tokens", _TOKENS)  # fmt: skip
     if "rate" in steps:
-        yield from _rates(_first_texts(articles, _ARTICLES[size]), model, work)
+        first_articles = dict(itertools.islice(articles.items(), _ARTICLES[size]))
+        yield from _rates(first_articles, model, work)
     if "night" in steps:
         passages = {
             f"{name}.{number}": text
@@ -73,7 +75,7 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
             for number, text in enumerate(article.split("\n"))
             if len(text) > 100
         }
-        yield _night(_first_texts(passages, _PASSAGES[size]), model, work)
+        yield _night(dict(itertools.islice(passages.items(), _PASSAGES[size])), model, work)
     if "engines" in steps:
         yield from _beside_engines(size, list(articles.values()), data, work, config.peers)
     if "plan" in steps:
@@ -218,7 +220,3 @@ def _replies(data: Path) -> list[str]:
     require(file.is_file(), "data", str(data), f"a folder with {file.relative_to(data)}")
     lines = (line.rstrip("\n").split("\t") for line in file.open())
     return list(dict.fromkeys(words[1] for words in lines if len(words) > 1))
-
-
-def _first_texts(table: Table, count: int) -> Table:
-    return dict(list(table.items())[:count])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,8 +44,6 @@ from pipeline.search import device_scores, top_rows
 from pipeline.training.loop import optimization
 from pipeline.training.pretraining_data import MicroBatch
 from pipeline.training.settings import LoopConfig
-
-Device = Literal["cuda", "cpu"]
 
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
@@ -79,7 +77,7 @@ class Scale:
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 
 
-SCALES: dict[Device, Scale] = {
+SCALES = {
     "cuda": Scale(
         10_000_000, 384, 64, 10,
         Shape(), 30_522, (16_384, 65_536, 131_072), 4.0, 25_000, "inductor",

@@ -19,9 +19,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from jobs.demo_stages import run_stage
-from jobs.program import Summary
-from jobs.workflow import Step
 from pipeline.config import BadInput
 from pipeline.processor import processor
 from pipeline.provenance import git_revision
@@ -196,11 +193,6 @@ def run_job(verb: str, *arguments: object, **variables: str) -> Run:
     if process.returncode:
         raise BadInput(f"{' '.join(command[1:])}: it failed")
     return Run(json.loads(out.splitlines()[-1]), time.perf_counter() - began, peak / 2**20)
-
-
-def run_here(verb: str, *options: object) -> Summary:
-    """Runs a job in this process, on the Ray that is there, with a line on the terminal."""
-    return run_stage(Step(verb, ("polyrank", verb, *map(str, options))))
 
 
 def environment() -> Mapping[str, Any]:

@@ -32,12 +32,13 @@ def measure(size: str, work: Path) -> BenchmarkRow:
     folder = work / "plan"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    rows = _ROWS[size]
+    rows, out = _ROWS[size], draft(str(folder / "out"), "pool", EmbedConfig(), {})
+    assert isinstance(out, Draft)
     # Each in a process of its own: the peak of memory is the plan's.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
-        sources = pool.submit(_write_keys, folder, rows).result()
-        seconds, peak_mb, counts = pool.submit(_plan, folder, sources).result()
+        sources = pool.submit(_write_keys, folder, out, rows).result()
+        seconds, peak_mb, counts = pool.submit(_plan, out, sources).result()
     percent = rows // 100
     assert counts == (percent, percent, rows - 2 * percent, percent), counts
     shutil.rmtree(folder)
@@ -45,7 +46,7 @@ def measure(size: str, work: Path) -> BenchmarkRow:
     return BenchmarkRow.alone(f"pool.plan_{_NAMES[size]}_seconds", seconds, "s", note)
 
 
-def _write_keys(folder: Path, rows: int) -> PlanInput:
+def _write_keys(folder: Path, out: Draft, rows: int) -> PlanInput:
     """Candidates `1 % … 101 %` of the ids, and the version before with `0 % … 100 %`."""
     random, percent = np.random.default_rng(0), rows // 100
     ids = np.array([candidates.id_key(str(n)) for n in range(rows + percent)], np.uint64)
@@ -53,7 +54,6 @@ def _write_keys(folder: Path, rows: int) -> PlanInput:
     now = texts.copy()
     now[percent : 2 * percent] += np.uint64(1 << 63)  # changed
     keys = np.stack([now, now, ids, np.full(len(ids), 60, np.uint64)], axis=1)[percent:]
-    out = _draft(folder)
     parts, files = list[tuple[str, int]](), list[tuple[str, int]]()
     for start in range(0, rows, _FILE_ROWS):
         part, name = keys[start : start + _FILE_ROWS], f"file-{start:09d}"
@@ -75,16 +75,10 @@ def _published(texts: Keys, first: int) -> pa.Buffer:
     return candidates.arrow_file(pa.table(columns, schema=ROWS))
 
 
-def _plan(folder: Path, sources: PlanInput) -> tuple[float, float, tuple[int, int, int, int]]:
+def _plan(out: Draft, sources: PlanInput) -> tuple[float, float, tuple[int, int, int, int]]:
     began = time.monotonic()
     with executors.in_this_process():
-        plan = make(_draft(folder), sources, _FILE_ROWS, TextQuery(16))
+        plan = make(out, sources, _FILE_ROWS, TextQuery(16))
     seconds, changes = time.monotonic() - began, plan.changes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return seconds, peak, (changes.new, changes.changed, changes.same, changes.gone)
-
-
-def _draft(folder: Path) -> Draft:
-    out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
-    assert isinstance(out, Draft)
-    return out

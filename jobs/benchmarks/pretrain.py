@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -29,7 +29,8 @@ import torch
 from jobs import cluster
 from jobs import pretrain as pretrain_job
 from jobs.benchmark import Config
-from jobs.benchmarks.measure import BenchmarkRow, run_here, run_job, take_turns
+from jobs.benchmarks.measure import BenchmarkRow, run_job, take_turns
+from jobs.demo_stages import run_here
 from jobs.sample_data import sample
 from pipeline import storage, tracking
 from pipeline.artifact import open_artifact
@@ -44,7 +45,6 @@ from pipeline.training.pretraining_data import MicroBatch, PretrainingBatches
 from pipeline.training.settings import TOKENS
 from pipeline.training.tokenized_corpus import TokenizedCorpus
 
-Size = Literal["small", "full"]
 Rates = list[float]
 Progress = list[tuple[float, int]]
 """(the time, tokens so far) at the beginning of a training and after each step"""
@@ -149,7 +149,7 @@ def _steady(rates: Rates) -> Rates:
     return rates[len(rates) // 2 :]
 
 
-def tokens(size: Size, corpus: str, work: Path) -> str:
+def tokens(size: str, corpus: str, work: Path) -> str:
     """The URI of a tokenized corpus: `corpus`, or made of it, or of the sample corpora (""). Reuses the
     output of an earlier call."""
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:

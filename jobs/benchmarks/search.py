@@ -113,8 +113,8 @@ def _times(
         "alone": lambda number: [exact(place) for place in range(_TOGETHER)],
     }
     plain: dict[str, Way] = {"plain": lambda number: _plain(plain_ND, questions[number])}
-    few_rounds = max(2, rounds // 2)
-    seconds = _seconds(searches, len(questions), rounds) | _seconds(plain, 2, few_rounds)
+    seconds = _seconds(searches, len(questions), rounds)
+    seconds |= _seconds(plain, 2, max(2, rounds // 2))
     if len(questions) >= _TOGETHER:
         seconds |= _seconds(batches, 1, rounds)
     ms = {name: 1e3 * value for name, value in seconds.items()}

@@ -15,20 +15,19 @@ import os
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import ray
+from matplotlib.figure import Figure
 
 from jobs.benchmark import Config
-from jobs.benchmarks import pictures
 from jobs.benchmarks.inputs import embed, read_contexts, read_texts
 from jobs.benchmarks.measure import BenchmarkRow, attempt, run_job, take_turns
 from jobs.benchmarks.serving import services
-from jobs.benchmarks.serving.baselines import InProcess, Noop
 from jobs.benchmarks.serving.load import LoadResult, clients, one_client, poisson
 from jobs.benchmarks.serving.peers import Peer, converted, peers
 from pipeline.artifact import open_artifact
@@ -164,7 +163,7 @@ class Service:
                 answered, per_s = send(share, size.seconds).successes(), share * saturation
                 curve.append({"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99)})
             steady, overload = send(0.7, size.steady_s), send(3, size.overload_s)
-        pictures.load(curve, self.work / "load.png")
+        _picture(curve, self.work / "load.png")
         note = f"{size.steady_s:.0f} s at {0.7 * saturation:.1f} requests/s."
         name, ratio = "serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50)
         yield BenchmarkRow.alone(name, ratio, "times", note)
@@ -198,8 +197,8 @@ class _OwnService(Service):
         seconds = list[tuple[float, float, float]]()
         with (
             services.ranking(self.port, self.args) as url,
-            services.deployment(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
-            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
+            services.deployment(self.port, "noop", services.Noop.bind()) as noop,  # type: ignore[attr-defined]
+            services.in_process(self.args, _POOL, _TOP_K) as process,
             one_client(f"{url}/rank") as ask_service,
             one_client(f"{noop}/") as ask_noop,
         ):
@@ -260,7 +259,7 @@ class _OwnService(Service):
         with (
             services.ranking(self.port, self.args) as url,
             services.ranking(self.port, unbatched_args) as url_apart,
-            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
+            services.in_process(self.args, _POOL, _TOP_K) as process,
         ):
             ways: dict[str, Callable[[], float]] = {
                 "batched": lambda: self.saturate(url),
@@ -304,6 +303,18 @@ class _OwnService(Service):
 
     rerank = functools.partialmethod(_beside_peers, "rerank")
     embed = functools.partialmethod(_beside_peers, "embed")
+
+
+def _picture(curve: Sequence[Mapping[str, float]], file: Path) -> None:
+    """Latency by requests a second."""
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    per_s = [point["per_s"] for point in curve]
+    for name in ("p50", "p99"):
+        axes.plot(per_s, [point[name] for point in curve], "o-", markersize=3, label=name)
+    axes.set(xlabel="requests/s", ylabel="ms", ylim=(0, None), title="Latency by load")
+    axes.legend(fontsize=7)
+    figure.savefig(file, dpi=130)
 
 
 def require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks import measure, pictures, report
+from jobs.benchmarks import measure, report
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.report import TARGETS
 from pipeline.config import BadInput
@@ -40,7 +40,7 @@ def test_the_page_and_its_picture_are_those_of_the_files():
     """`python -m jobs.benchmarks.report` after a change of the files, the targets or the script."""
     found = report.read(report.RESULTS)
     assert (report.ROOT / "BENCHMARKS.md").read_text() == report.page(found)
-    picture = (report.RESULTS / pictures.TARGETS).read_text()
+    picture = (report.RESULTS / report.PICTURE).read_text()
     assert texts_of(picture) == texts_of(report.targets_picture(found))
 
 
@@ -51,7 +51,7 @@ def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path
     report.main(["--results", str(tmp_path)])
     page = (tmp_path / "BENCHMARKS.md").read_text()
     names = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert pictures.TARGETS in names
+    assert report.PICTURE in names
     assert all((tmp_path / name).is_file() for name in names)
     assert (report.ROOT / "BENCHMARKS.md").read_bytes() == before
 

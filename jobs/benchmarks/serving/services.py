@@ -1,7 +1,10 @@
-"""Measured services: on Ray Serve, the same work in a process of its own, and others' services."""
+"""Measured services: on Ray Serve, the same work in a process of its own, a deployment that does no work, and
+others' services."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: FastAPI would look for the question in the query string, and
+# answer 422.
+import itertools
+import operator
 import os
 import signal
 import socket
@@ -13,6 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from fastapi import FastAPI
+from pydantic import BaseModel
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
@@ -20,6 +25,7 @@ from jobs import cluster
 from jobs.benchmarks.serving.load import LoadResult
 from pipeline.config import BadInput
 from serve import app
+from serve.engine import Engine
 
 _CPUS = 8  # logical: some parts have several replicas, which are asked in turn
 _START_S = 120.0
@@ -59,10 +65,11 @@ def deployment(port: int, name: str, application: serve.Application) -> Iterator
 
 
 @contextmanager
-def in_process(actor: type[Any], *arguments: Any) -> Iterator[Any]:
-    """The same work in a process with one thread, as the replica has."""
+def in_process(args: app.Args, pool: str, top_k: int) -> Iterator[Any]:
+    """An `InProcess` in a process with one thread, as the replica has."""
     environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    handle = ray.remote(actor).options(num_cpus=0, runtime_env=environment).remote(*arguments)
+    actor = ray.remote(InProcess).options(num_cpus=0, runtime_env=environment)
+    handle = actor.remote(args, pool, top_k)
     try:
         yield handle
     finally:
@@ -94,11 +101,61 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_together(
-    load: Callable[[], LoadResult], other_load: Callable[[], LoadResult]
-) -> tuple[LoadResult, LoadResult]:
-    """Two loads at once, each on a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(other_load)
-        result = load()
-        return result, other.result()
+def run_together(*loads: Callable[[], LoadResult]) -> list[LoadResult]:
+    """Loads at once, each on a thread of its own."""
+    with ThreadPoolExecutor(len(loads)) as pool:
+        return list(pool.map(operator.call, loads))
+
+
+class InProcess:
+    """The same rankings without HTTP and without Serve, in a process with as many threads."""
+
+    def __init__(self, args: app.Args, pool: str, top_k: int) -> None:
+        """`pool`: the name of one of the pools of `args`."""
+        self._engine = Engine(args.model, args.pools, args.precision)
+        (self._pool,) = (served for served in self._engine.local_pools if served.name == pool)
+        self._top_k = top_k
+
+    def time_once(self, context: Sequence[str]) -> float:
+        """Seconds of one ranking."""
+        began = time.perf_counter()
+        self._rank([context])
+        return time.perf_counter() - began
+
+    def batch_rate(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
+        """Rankings a second, as many at once as one pass over the pool answers."""
+        questions, count, began = itertools.cycle(contexts), 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < seconds:
+            self._rank(list(itertools.islice(questions, 16)))
+            count += 16
+        return count / elapsed
+
+    def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
+        engine = self._engine
+        vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
+        queries = [
+            (engine.pool_query(vectors_MD, mask_M, self._top_k), None)
+            for vectors_MD, mask_M in vectors
+        ]
+        self._pool.stage.run(queries)
+
+
+_app = FastAPI()
+
+
+class Question(BaseModel):
+    """The service's own question."""
+
+    context: list[str]
+    pool: str
+    top_k: int
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 1}, max_ongoing_requests=512)
+@serve.ingress(_app)
+class Noop:
+    """Reads a question, and answers with one number of it."""
+
+    @_app.post("/")
+    async def answer(self, question: Question) -> dict[str, int]:
+        return {"top_k": question.top_k}
