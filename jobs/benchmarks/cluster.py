@@ -146,6 +146,7 @@ def wait_in_model(seconds: float) -> Callable[[], None]:
         embed_shard = Embedder.__call__
 
         def embed_late(self: Embedder, draft: Draft, name: str, slices: Any) -> Any:
+            self._model_is_free.begin()
             with self._model_is_free:
                 time.sleep(seconds)
             return embed_shard(self, draft, name, slices)

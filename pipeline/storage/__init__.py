@@ -140,8 +140,14 @@ def exists(uri: str) -> bool:
 
 
 def size_of(uri: str) -> int:
+    """Bytes of a file. Raises FileNotFoundError where there is none, OSError where its store does not say."""
     filesystem, path = locate(uri)
-    return int(filesystem.get_file_info(path).size or 0)
+    info = filesystem.get_file_info(path)
+    if not info.is_file:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
+    if info.size is None:
+        raise OSError(f"{uri}: its storage does not say how long it is")
+    return int(info.size)
 
 
 def modified_at(uri: str) -> float:
@@ -353,6 +359,8 @@ def write_pieces(uri: str, pieces: Iterable[bytes | pa.Buffer]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         _write_temporary(Path(path), pieces).replace(path)
         return
+    if _is_of_fsspec(filesystem):  # such as sftp://, which has folders
+        filesystem.create_dir(posixpath.dirname(path), recursive=True)
     # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
     with filesystem.open_output_stream(path, compression=None) as stream:
         for piece in pieces:

@@ -98,7 +98,9 @@ def test_rows_that_are_set_aside_each_night_leave_nothing_to_do(
 ):
     rows_of = Ranker.candidate_rows
     monkeypatch.setattr(
-        Ranker, "candidate_rows", lambda self, texts: rows_of(self, [t.strip("#") for t in texts])
+        Ranker,
+        "candidate_rows",
+        lambda self, texts, *limit: rows_of(self, [t.strip("#") for t in texts], *limit),
     )
     rows = FIRST | {"a": "#", "b": "##"}
     options = ("--reading.max-malformed-share", 0.1)
