@@ -359,10 +359,14 @@ def write_pieces(uri: str, pieces: Iterable[bytes | pa.Buffer]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         _write_temporary(Path(path), pieces).replace(path)
         return
-    if _is_of_fsspec(filesystem):  # such as sftp://, which has folders
-        filesystem.create_dir(posixpath.dirname(path), recursive=True)
     # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
-    with filesystem.open_output_stream(path, compression=None) as stream:
+    open_stream = functools.partial(filesystem.open_output_stream, path, compression=None)
+    try:
+        stream = open_stream()
+    except FileNotFoundError:  # a store with folders, such as sftp://
+        filesystem.create_dir(posixpath.dirname(path), recursive=True)
+        stream = open_stream()
+    with stream:
         for piece in pieces:
             stream.write(piece)
 
