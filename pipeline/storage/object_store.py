@@ -120,7 +120,11 @@ class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
             return None
 
     def _folder(self, path: str) -> pafs.FileInfo:
-        is_there = any(self._list(path, recursive=False)) or not path
+        def ask() -> bool:
+            with self._errors(path):  # the first page of its objects, not all of them
+                return not path or any(self.store.list(path, chunk_size=1))
+
+        is_there = with_retries(ask)
         return pafs.FileInfo(path, pafs.FileType.Directory if is_there else pafs.FileType.NotFound)
 
     def _list(self, folder: str, recursive: bool) -> tuple[Sequence[str], Sequence[Any]]:
@@ -215,6 +219,9 @@ class RangedInput(io.RawIOBase):
         """Reads these ranges of an object at once, and holds them in place of the earlier ones."""
         self._held.clear()  # before the next ones take their memory
         if self._read_ranges:
+            # obstore refuses empty ones, such as of a row group without rows.
+            ranges = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
             data = self._noting_errors(self._read_ranges, starts, ends)
             self._held = dict(zip(starts, data, strict=True))
 

@@ -203,6 +203,14 @@ def test_a_folder_is_copied_there_and_back_as_ray_train_copies_checkpoints(bucke
     assert not storage.exists(f"{bucket}/checkpoint")
 
 
+def test_a_folder_of_many_files_is_found_by_one_page_of_them(s3, bucket):
+    with ThreadPoolExecutor(16) as pool:  # a page has 1,000
+        list(pool.map(lambda n: storage.write_bytes(f"{bucket}/many/{n}", b"1"), range(1_001)))
+    with s3.counted() as requests:
+        assert storage.exists(f"{bucket}/many") and not storage.exists(f"{bucket}/man")
+    assert requests == {"HEAD": 2, "GET": 2}
+
+
 def test_a_folder_that_a_console_has_made_is_no_file(bucket):
     for key in ("a/", "a/b/", "a/b/empty", "a/c/"):
         boto3.client("s3").put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=b"")

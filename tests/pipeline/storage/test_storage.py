@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import obstore
 import pytest
+from obstore.store import MemoryStore
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.storage import failures, node_cache
+from pipeline.storage.object_store import RangedInput
 
 
 def write(folder: Path, *names: str) -> list[str]:
@@ -351,3 +354,24 @@ def test_the_refusal_of_a_lock_says_what_its_code_means(code, meaning):
         f"Forbidden: <?xml version='1.0'?><Error><Code>{code}</Code></Error>"
     )
     assert failures.store_refusal(OSError(said)).startswith(f"s3://b/a/lock: {meaning}")
+
+
+def test_ranges_that_are_held_are_read_without_the_store_and_may_be_empty():
+    store, data = MemoryStore(), bytes(range(100))
+    obstore.put(store, "a", data)
+    asked = list[tuple[int, int]]()
+
+    def read_range(start: int, length: int) -> bytes:
+        asked.append((start, length))
+        return data[start : start + length]
+
+    file = RangedInput(
+        len(data),
+        read_range,
+        lambda starts, ends: obstore.get_ranges(store, "a", starts=starts, ends=ends),
+    )
+    file.hold([10, 30, 50], [20, 30, 60])
+    for start, length in ((10, 10), (52, 3), (58, 4)):
+        file.seek(start)
+        assert bytes(file.read(length)) == data[start : start + length]
+    assert asked == [(58, 4)]
