@@ -90,10 +90,12 @@ lock:
 # What is left out is hardly ever imported, or compiled by pytest in its own way: half of all.
 # The mark is made last, so that an install that was cut off is done again.
 NOT_COMPILED := /tests?/|/testing/|transformers/models/(?!auto|bert/|modernbert/)|/(moto|openai|cohere|databricks|rllib|llm|fontTools|onnxruntime|onnxscript|_inductor|networkx|physics|lexers|mypy|mypyc|pip|setuptools|pyasn1_modules|distutils|schemathesis|hypothesis|graphql|wcwidth|gunicorn|torchgen|virtualenv|distlib|typer|cffi|pycparser|huey)/
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL))
+.SILENT: .venv/installed demo
 .venv/installed: requirements.lock torch.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "polyrank needs Python 3.11, 3.12 or 3.13; name one: make PYTHON=…" >&2; exit 2; }
+	test -n "$(PYTHON)" || { echo "polyrank needs Python 3.11, 3.12 or 3.13; name one: make PYTHON=…" >&2; exit 2; }
+	echo "makes the environment, .venv: 1 to 4 minutes"
 	$(PYTHON) -m venv .venv
 	sed -n -e '/^pip==/,/[^\\]$$/p' -e '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/first.lock
 	$(INSTALL) -r .venv/first.lock
