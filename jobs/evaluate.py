@@ -17,7 +17,7 @@ from pipeline.artifact import Artifact, corpora_of, corpora_read_for, open_artif
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import best_device, precision_of_tasks
-from pipeline.evaluation import none_candidate, protocols
+from pipeline.evaluation import least_score, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import (
     CandidateSource,
@@ -81,9 +81,6 @@ class Config:
     baselines: bool = True
     """Rows for chance, TF-IDF and BM25 (weights from the train split). Where the question is asked among
     all texts of the corpus, also for a published sentence encoder that a model started from."""
-    none: Literal["ranked", "threshold"] = "ranked"
-    """DSTC7's sub-task 4: the score of NONE. ranked: the model scores NONE like any candidate. threshold:
-    NONE has the score that gives the highest R@1 on the valid split."""
     known_contexts: bool = False
     """Candidates have the vectors that jobs.embed_pool gives them with --embed.context-column, from the
     contexts of train/. For bi and convert, on valid and test."""
@@ -120,8 +117,6 @@ class Config:
                 "valid or test with --known-contexts: those of train/ are known")  # fmt: skip
         require(not self.known_contexts or not self.together, "together", True,
                 "false with --known-contexts")  # fmt: skip
-        require(self.none != "threshold" or self.split != "valid", "split", self.split,
-                "test or train with --none threshold, which is chosen on valid")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
     def rules(self, corpus: Artifact) -> Protocol:
@@ -369,11 +364,11 @@ def _trained_on(models: Models, corpus: Artifact) -> list[str]:
 
 def _least_scores(
     results: Sequence[ScorerResult], protocol: Protocol
-) -> dict[str, none_candidate.LeastScore]:
+) -> dict[str, least_score.LeastScore]:
     """Where a question is asked among all texts, as in a service: which first answers to leave out."""
     if protocol.source != "corpus":
         return {}
-    found = {result.name: none_candidate.least_score(result.ranking) for result in results}
+    found = {result.name: least_score.least_score(result.ranking) for result in results}
     return {name: least for name, least in found.items() if least}
 
 
@@ -403,11 +398,7 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
     draw = (rules.source, rules.candidates, config.max_examples, config.seed, may_be_fewer)
     question_set = questions(corpus, config.split, *draw)
     rules = replace(rules, candidates=question_set.candidates)
-    calibration = None
-    if config.none == "threshold":
-        none_candidate.require_none(question_set, "--none threshold")
-        calibration = questions(corpus, "valid", *draw)
-    return Measurement(question_set, rules, calibration, config.latency_queries, config.seed)
+    return Measurement(question_set, rules, config.latency_queries, config.seed)
 
 
 def _precision(config: Config) -> Resolved:

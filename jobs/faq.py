@@ -28,7 +28,7 @@ from pipeline.corpora.file_tasks import ParseReport
 from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.schema import named_split
 from pipeline.engine import executors
-from pipeline.evaluation.none_candidate import LeastScore
+from pipeline.evaluation.least_score import LeastScore
 from pipeline.pools import versions
 from pipeline.storage import fingerprints
 

@@ -7,6 +7,6 @@ metrics          ranks, and the metrics made of them
 results          the metrics of one scorer
 significance     intervals, and whether two models differ
 report           results to read
-none_candidate   questions without a right answer
+least_score      for questions whose right answer may be absent
 retrieval        queries with several right documents (BEIR)
 """

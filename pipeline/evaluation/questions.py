@@ -129,10 +129,6 @@ class Questions:
         places_N: Ints = np.take_along_axis(columns, labels_N1, axis=1)[:, 0]
         return places_N
 
-    def place_of(self, text: str) -> int:
-        """The place of a text in `texts`; -1: no candidate has this text."""
-        return self.texts.index(text) if text in self.texts else -1
-
     def shorter_count(self) -> int:
         """The number of questions with fewer candidates than C."""
         return int((self.places_NK == NO_TEXT).any(axis=1).sum())

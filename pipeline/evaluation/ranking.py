@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline import cost, progress
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
-from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.engine.resources import best_device
 from pipeline.evaluation.metrics import cross_entropies, pessimistic_ranks
 from pipeline.evaluation.questions import NO_TEXT, Question, Questions
@@ -76,14 +75,8 @@ class Latency:
     device: str
 
 
-def rank(
-    scores: Scores, questions: Questions, label: str = "", none_score: float | None = None
-) -> QuestionRanks:
-    """Ranks every question's candidates, those of at most 256 questions at once.
-
-    `none_score`: the score of the candidate NONE, in place of the scorer's own.
-    """
-    none_place = questions.place_of(NONE)
+def rank(scores: Scores, questions: Questions, label: str = "") -> QuestionRanks:
+    """Ranks every question's candidates, those of at most 256 questions at once."""
     # Contexts of similar lengths waste little on padding.
     lengths = [sum(map(len, context)) for context in questions.contexts]
     order = np.argsort(lengths, kind="stable")[::-1]
@@ -95,8 +88,6 @@ def rank(
             scores_NC = scores(batch)
             own_scores_NK = scores_NC[:, : batch.places_NK.shape[1]]
             own_scores_NK[batch.places_NK == NO_TEXT] = -np.inf
-            if none_score is not None and none_place != NO_TEXT:
-                own_scores_NK[batch.places_NK == none_place] = none_score
             _tie_copies(scores_NC, batch)
             parts.append(_ranking(scores_NC, batch.label_N))
             bar.update(len(batch))

@@ -13,7 +13,7 @@ from pipeline import progress
 from pipeline.engine.actors import HERE, Actors
 from pipeline.engine.resources import cpus_each
 from pipeline.engine.waiting import await_room
-from pipeline.evaluation import none_candidate, significance
+from pipeline.evaluation import significance
 from pipeline.evaluation.metrics import summarise
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.questions import Questions
@@ -52,8 +52,6 @@ class Measurement:
 
     questions: Questions
     protocol: Protocol
-    calibration: Questions | None
-    """Questions that a threshold for NONE is chosen on; None: NONE keeps the scorer's own score."""
     queries: int
     """Questions that are timed; 0: none."""
     seed: int
@@ -62,12 +60,8 @@ class Measurement:
         self, name: str, make: Callable[[], Scorer], timed: bool = True, actors: Actors = HERE
     ) -> ScorerResult:
         """Asks a scorer all questions, in this process or on a cluster (see `rank_questions`)."""
-        none_score = None
-        if self.calibration:
-            ranking, _ = rank_questions(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
-            none_score = none_candidate.threshold(ranking, self.calibration)
         queries = self.queries if timed else 0
-        ranking, latency = rank_questions(name, make, self.questions, queries, none_score, actors)
+        ranking, latency = rank_questions(name, make, self.questions, queries, actors)
         numbers = (ranking.ranks_N, self.protocol.candidates, self.protocol.recall_at)
         intervals = significance.intervals(*numbers, self.seed)
         return ScorerResult(name, ranking, summarise(*numbers), intervals, latency)
@@ -78,7 +72,6 @@ def rank_questions(
     make: Callable[[], Scorer],
     questions: Questions,
     queries: int,
-    none_score: float | None,
     actors: Actors,
 ) -> tuple[QuestionRanks, Latency | None]:
     """The ranking of the questions, and the latency measured on `queries` of them (None for 0).
@@ -87,7 +80,7 @@ def rank_questions(
     the questions, the texts that these need, and a scorer of its own.
     """
     if actors == HERE:
-        return _rank_and_time(name, make, questions, queries, none_score)
+        return _rank_and_time(name, make, questions, queries)
 
     import ray
 
@@ -99,7 +92,7 @@ def rank_questions(
     task = ray.remote(_rank_and_time).options(num_cpus=cpus, num_gpus=int(actors.gpu))
     shares = np.array_split(np.arange(len(questions)), task_count)
     tasks = [
-        task.remote("", make, questions.part(numbers), 0 if share else queries, none_score)
+        task.remote("", make, questions.part(numbers), 0 if share else queries)
         for share, numbers in enumerate(shares)
     ]
     answers = []
@@ -115,12 +108,11 @@ def _rank_and_time(
     make: Callable[[], Scorer],
     questions: Questions,
     queries: int,
-    none_score: float | None,
 ) -> tuple[QuestionRanks, Latency | None]:
     from pipeline.evaluation import ranking
 
     prepared = make().prepare(questions)
-    result = ranking.rank(prepared, questions, name, none_score)
+    result = ranking.rank(prepared, questions, name)
     return result, ranking.latency(prepared, questions, queries) if queries else None
 
 

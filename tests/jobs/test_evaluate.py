@@ -466,21 +466,6 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert "its article is among others/" in train.refusal
 
 
-def test_a_threshold_for_none_is_chosen_on_valid(evaluate, prepared):
-    """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
-    files = {
-        f"ubuntu_{split}_subtask_4.json": json.dumps([dstc7_example(n, split) for n in range(20)])
-        for split in ("train", "dev")
-    }
-    corpus = prepared("dstc7", files)
-    options = ("--protocol=dstc7", "--candidates=101", "--latency-queries=0", "--split=train")
-    ranked = evaluate(*options, corpus=corpus).summary["table"]
-    threshold = evaluate(*options, "--none", "threshold", corpus=corpus).summary["table"]
-    assert ranked["tf-idf"]["R@1/101"] == ranked["bm25"]["R@1/101"] == 0.5  # never NONE
-    assert threshold["tf-idf"]["R@1/101"] == threshold["bm25"]["R@1/101"] == 1
-    assert threshold["poly"]["R@1/101"] >= ranked["poly"]["R@1/101"]
-
-
 def test_an_example_with_several_right_answers_is_ranked_among_fewer(evaluate, prepared, tmp_path):
     rows = [dstc7_example(number, "dev") | {"scenario": 1} for number in (0, 2)]
     rows[1]["options-for-correct-answers"] = rows[1]["options-for-next"][2:5]
@@ -522,7 +507,6 @@ def dstc7_example(number: int, split: str) -> dict:
     (("--latency-queries", "0", "--plot", "x.png"), "latency_queries: 0 is not allowed"),
     (("--seed", "-1"), "seed: -1 is not allowed; allowed: >= 0"),
     (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
-    (("--none", "threshold"), "split: 'valid' is not allowed; allowed: test or train with --none"),
     (("--model", "MODEL", "MODEL"), "each model once"),
     (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
 ])  # fmt: skip

@@ -373,12 +373,6 @@ def test_an_own_candidate_may_be_a_shared_one():
     assert found.unanswerable_count() == 1
 
 
-def test_places_of_texts():
-    found = Questions.of([Question("a", [], ["x", "NONE"], 1)])
-    assert (found.place_of("NONE"), found.place_of("y")) == (1, -1)
-    assert found.right_places().tolist() == [1]
-
-
 # -------------------------------------------------------------------------------------------------
 # What cannot be asked
 

@@ -255,7 +255,7 @@ def measurement():
         [Question(f"q{n}", [f"w{n % 7}"], [f"w{n % 30}", "w40", "w41"], 0) for n in range(9)],
         ["w50", "w51"],
     )
-    return Measurement(asked, PROTOCOLS["convai2"], None, queries=2, seed=0)
+    return Measurement(asked, PROTOCOLS["convai2"], queries=2, seed=0)
 
 
 @pytest.mark.long  # 39 s on two slow cores
