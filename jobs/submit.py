@@ -32,7 +32,8 @@ _JOB = ("python", "-m")
 # They say which server, registry, store and hub the command means. Secrets, and paths of this machine, stay
 # here unless --env names them. A bucket's region is looked up.
 _EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
-_STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_STORES = ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "GOOGLE_BASE_URL",
+           "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME")  # fmt: skip
 _ADDRESSES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", *_STORES, "HF_ENDPOINT")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3

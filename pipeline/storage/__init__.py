@@ -1,4 +1,4 @@
-"""Reads and writes files at URIs: local paths, s3://, gs:// and abfss:// by obstore, others by fsspec.
+"""Reads and writes files at URIs: local paths, s3://, gs://, az:// and abfss:// by obstore, others by fsspec.
 
 A local file is published by a rename and an object by its upload, so nobody sees half of one.
 
@@ -72,7 +72,8 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         fsspec_system, path = fsspec.core.url_to_fs(uri)
         return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec_system)), str(path)
     except (ImportError, ValueError, OSError) as error:
-        raise BadInput(f"{uri}: no file system for this URI ({error})") from None
+        reason = (str(error).splitlines() or [""])[0]  # of a missing libjvm there are six
+        raise BadInput(f"{uri}: no file system for this URI ({reason})") from None
 
 
 def _local_path(uri: str) -> Path:
@@ -366,6 +367,8 @@ def write_pieces(uri: str, pieces: Iterable[bytes | pa.Buffer]) -> None:
     except FileNotFoundError:  # a store with folders, such as sftp://
         filesystem.create_dir(posixpath.dirname(path), recursive=True)
         stream = open_stream()
+    except NotImplementedError:  # such as https://
+        raise BadInput(f"{uri}: its storage can only be read") from None
     with stream:
         for piece in pieces:
             stream.write(piece)

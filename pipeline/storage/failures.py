@@ -35,11 +35,19 @@ _STORAGE_ERRORS = {
 _STORE_REFUSALS = {
     "RequestTimeTooSkewed":
         "this machine's clock and the object store's differ by too much",
-    "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken":
+    "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|AuthenticationFailed|"
+    "valid authentication credentials|401 Unauthorized":
         "the object store does not accept the credentials",
-    r"AccessDenied|Generic \w+ error(?=.*403 Forbidden)|lacked the necessary privileges|"
-    "not have valid authentication credentials":
+    "Account must be specified":
+        "allowed: abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…, or AZURE_STORAGE_ACCOUNT_NAME in the "
+        "environment",
+    # Of the service that gives a node its credentials. Elsewhere there is none.
+    "performing token request(?=.*(error sending request|status code: 4))":
+        "no credentials in the environment, and this machine has no role that gives some",
+    r"AccessDenied|Generic \w+ error(?=.*403 Forbidden)|lacked the necessary privileges":
         "the object store refuses access: no credentials, or a role without this right",
+    "400 Bad Request(?!.*RequestTimeout).*":
+        "the object store does not take the request",
 }  # fmt: skip
 
 _OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
@@ -98,7 +106,8 @@ def store_refusal(error: BaseException) -> str | None:
     text = " ".join(str(failure).split())
     for codes, meaning in _STORE_REFUSALS.items():
         if failure is not None and (match := re.search(codes, text)):
-            return f"{text.partition(': ')[0]}: {meaning} ({match[0]})"
+            shown = " ".join(re.sub("<.*?>", " ", match[0]).split())
+            return f"{text.partition(': ')[0]}: {meaning} ({shown[:200]})"
     return None
 
 

@@ -16,7 +16,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -36,7 +36,8 @@ _PART_BYTES = 8 << 20  # of an upload in parts
 _ASK_AGAIN = timedelta(minutes=10)
 # 6 more tries take some 10 s. `timeout` is of a whole request, by default 30 s: too short for gigabytes.
 _RETRIES: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
-_CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "1h"}
+# http:// is allowed where an endpoint names it.
+_CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "1h", "allow_http": True}
 
 
 class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
@@ -61,7 +62,7 @@ class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
             yield
         except (BaseError, OSError) as error:  # some are both
             text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-            if re.search("<Code>(NoSuchBucket|ContainerNotFound)</Code>", text):
+            if re.search("<Code>(NoSuchBucket|ContainerNotFound|ResourceNotFound)</Code>", text):
                 raise _no_bucket(self.root, path) from None
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
             raise kind(f"{self.root}/{path}: {text[:1000]}") from None
@@ -154,8 +155,14 @@ class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
         pass
 
     def delete_dir(self, path: str) -> None:
+        paths = [found["path"] for found in self._list(path, recursive=True)[1]]
         with self._errors(path):
-            self.store.delete([found["path"] for found in self._list(path, recursive=True)[1]])
+            try:
+                self.store.delete(paths)
+            except FileNotFoundError:  # GCS and Azure, where another has removed one meanwhile
+                for each in paths:
+                    with suppress(FileNotFoundError):
+                        self.store.delete(each)
 
     def delete_file(self, path: str) -> None:
         with self._errors(path):
@@ -240,7 +247,8 @@ class _Output(io.RawIOBase):
         import obstore
 
         self._errors = functools.partial(store._errors, path)
-        self._writer = obstore.open_writer(store.store, path, buffer_size=_PART_BYTES)
+        with self._errors():
+            self._writer = obstore.open_writer(store.store, path, buffer_size=_PART_BYTES)
 
     def writable(self) -> bool:
         return True
@@ -294,8 +302,7 @@ def _store(root: str, query: str) -> Any:
     provider: Any = _s3_credentials
     if _botocore_credentials() is None:
         config["skip_signature"], provider = True, None  # as for public buckets
-    client: Any = {**_CLIENT, "allow_http": endpoint.startswith("http://")}
-    return from_url(root, config=config, client_options=client, retry_config=_RETRIES,
+    return from_url(root, config=config, client_options=_CLIENT, retry_config=_RETRIES,
                     credential_provider=provider)  # fmt: skip
 
 

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import boto3
 import psutil
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from ray.cluster_utils import Cluster
-from werkzeug.serving import make_server
 
+from tests.cluster.stores import Azure, Store, gcs_application, s3_application
 from tests.helpers import free_port
 from tests.serve.conftest import tiny_classifier, tiny_pool  # noqa: F401, fixtures
 
@@ -182,95 +177,36 @@ def nodes_of_one_core(count: int) -> Iterator[Nodes]:
         cluster.shutdown()
 
 
-@dataclass
-class S3:
-    """A real S3 server on this machine, which counts what it is asked."""
-
-    endpoint: str
-    requests: Counter[str]
-    fail_every: int = 0
-    """Of so many requests it refuses one; 0: none."""
-    cut_every: int = 0
-    """Of so many answers to GET one ends in its middle; 0: none."""
-    delay_s: float = 0.0
-    """Before each answer."""
-    forbid: bool = False
-    """Whether it refuses all, as it does without credentials."""
-    access_keys: set[str] = field(default_factory=set)
-    """Those of the requests about objects."""
-
-    def bucket(self, name: str) -> str:
-        """The URI of a new bucket."""
-        boto3.client("s3").create_bucket(Bucket=name)
-        return f"s3://{name}"
-
-    @contextmanager
-    def at_its_worst(self, fail_every: int, cut_every: int, delay_s: float) -> Iterator[None]:
-        """Meanwhile it is slow, and requests fail."""
-        self.fail_every, self.cut_every, self.delay_s = fail_every, cut_every, delay_s
-        try:
-            yield
-        finally:
-            self.fail_every, self.cut_every, self.delay_s = 0, 0, 0.0
-
-    @contextmanager
-    def counted(self) -> Iterator[Counter[str]]:
-        """How often each method is used meanwhile."""
-        before = Counter(self.requests)
-        during: Counter[str] = Counter()
-        yield during
-        during.update(self.requests - before)
+def _served(store: Store, **variables: str) -> Iterator[Store]:
+    """`variables` of the environment, in which {} stands for the address of the store."""
+    with store.served(), pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value.format(store.endpoint))
+        yield store
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[S3]:
-    """moto in server mode. All clients of this process, and of those that it starts, go to it."""
-    requests: Counter[str] = Counter()
-    application = DomainDispatcherApplication(create_backend_app)
-    # moto looks and then writes: two threads may both find nothing. A real store creates in one step.
-    creates = threading.Lock()
+def s3() -> Iterator[Store]:
+    yield from _served(
+        Store("s3", s3_application()), AWS_ENDPOINT_URL="{}", AWS_ACCESS_KEY_ID="key",
+        AWS_SECRET_ACCESS_KEY="secret", AWS_DEFAULT_REGION="us-east-1", AWS_EC2_METADATA_DISABLED="true",
+    )  # fmt: skip
 
-    def counting(environ: dict[str, Any], start_response: Any) -> Any:
-        requests[environ["REQUEST_METHOD"]] += 1
-        credentials = environ.get("HTTP_AUTHORIZATION", "")
-        here.access_keys |= set(re.findall("Credential=(.+?)/.*/s3/", credentials))
-        if environ["PATH_INFO"] == "/federation/credentials":  # of SSO, which moto does not know
-            keys = {
-                "accessKeyId": "SSO",
-                "secretAccessKey": "s",
-                "sessionToken": "t",
-                "expiration": 2e12,
-            }
-            start_response("200 OK", [("Content-Type", "application/json")])
-            return [json.dumps({"roleCredentials": keys}).encode()]
-        if here.forbid:
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("403 Forbidden", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"]
-        if here.fail_every and requests.total() % here.fail_every == 0:
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>SlowDown</Code><Message>fewer</Message></Error>"]
-        time.sleep(here.delay_s)
-        with creates if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
-            answer = application(environ, start_response)
-        is_get = environ["REQUEST_METHOD"] == "GET"
-        if is_get and here.cut_every and requests["GET"] % here.cut_every == 0:
-            whole = b"".join(answer)
-            return [whole[: len(whole) // 2]]  # of the length that the header promises
-        return answer
 
-    server = make_server("127.0.0.1", 0, counting, threaded=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    here = S3(endpoint, requests)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-        }.items():  # fmt: skip
-            patch.setenv(name, value)
-        yield here
-    server.shutdown()
-    thread.join()
+@pytest.fixture(scope="session")
+def gs() -> Iterator[Store]:
+    store = Store("gs", gcs_application())
+    yield from _served(store, GOOGLE_BASE_URL="{}", GOOGLE_BEARER_TOKEN="token")
+
+
+@pytest.fixture(scope="session")
+def az() -> Iterator[Store]:
+    variables = {"AZURITE_BLOB_STORAGE_URL": "{}", "AZURE_STORAGE_USE_EMULATOR": "true"}
+    yield from _served(Store("az", Azure()), **variables)
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def store(request) -> Store:
+    """Each kind of store that obstore knows."""
+    made: Store = request.getfixturevalue(request.param)
+    return made

@@ -38,7 +38,7 @@ from tests.helpers import free_port, job_command
 from tests.manifests import rendered
 from tests.serve.conftest import INTENTS, REPLIES, ask
 
-from .conftest import ROOT, S3, head
+from .conftest import ROOT, Store, head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 SERVE = ROOT / "serve"
@@ -196,7 +196,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(s3: S3, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
+def cluster(s3: Store, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
     lines = [line for line in (ROOT / "ray.env").read_text().splitlines() if "=" in line]
     variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     folder, jobs_port = tmp_path_factory.mktemp("cluster"), free_port()
@@ -210,7 +210,7 @@ def cluster(s3: S3, tracking_uri: str, tmp_path_factory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def lake(s3: S3, tracking_uri: str, model, tiny_pool) -> dict[str, object]:
+def lake(s3: Store, tracking_uri: str, model, tiny_pool) -> dict[str, object]:
     """The bucket and the champion that the files for a cluster name, and the values that they leave open."""
     storage.upload(Path(tiny_pool(model)), f"{s3.bucket('lake')}/pools/replies")
     client = mlflow.MlflowClient()

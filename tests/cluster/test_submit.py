@@ -209,6 +209,7 @@ def test_the_job_uses_the_registry_the_store_and_the_hub_that_the_command_means(
         "MLFLOW_REGISTRY_URI": "https://registry",
         "MLFLOW_EXPERIMENT_NAME": "/Users/me",
         "AWS_ENDPOINT_URL": "https://store",
+        "AZURE_STORAGE_ACCOUNT_NAME": "lake",
         "HF_ENDPOINT": "https://hub",
     }
     secrets = "AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN HF_TOKEN"

@@ -326,8 +326,13 @@ def test_a_hub_that_cannot_be_reached_is_one_line(memory, monkeypatch):
 
 
 def test_a_library_or_a_server_that_is_missing_is_refused():
-    with pytest.raises(BadInput, match=r"^hdfs://host/a: no file system for this URI .*libjvm"):
+    with pytest.raises(
+        BadInput, match=r"^hdfs://host/a: no file system for this URI .*libjvm.*$"
+    ) as said:
         storage.exists("hdfs://host/a")
+    assert "\n" not in str(said.value)
+    with pytest.raises(BadInput, match=r"^https://host/a: its storage can only be read$"):
+        storage.write_bytes("https://host/a", b"")
     with pytest.raises(BadInput, match=r"no file system for this URI \(.*No such file"):
         storage.exists("zip://a.csv::/nowhere/a.zip")
 
@@ -354,6 +359,35 @@ def test_the_refusal_of_a_lock_says_what_its_code_means(code, meaning):
         f"Forbidden: <?xml version='1.0'?><Error><Code>{code}</Code></Error>"
     )
     assert failures.store_refusal(OSError(said)).startswith(f"s3://b/a/lock: {meaning}")
+
+
+def test_azure_without_an_account_is_refused_at_once(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_USE_EMULATOR", raising=False)
+    for act in (storage.exists, storage.list_files, lambda uri: storage.write_bytes(uri, b"x")):
+        with pytest.raises(OSError, match=r"^az://no-account/a: [^\n]+$") as error:
+            act("az://no-account/a")
+        said = failures.store_refusal(error.value)
+        assert said and "or AZURE_STORAGE_ACCOUNT_NAME in the environment" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_refusal"),
+    [
+        ("HTTP error: error sending request", True),  # nobody is there
+        ("Server returned non-2xx status code: 404 Not Found: ", True),  # a node without a role
+        ("Server returned non-2xx status code: 503 Service Unavailable: ", False),
+    ],
+)
+def test_a_machine_without_credentials_is_told_so_and_an_overloaded_node_tries_again(
+    answer, is_refusal
+):
+    error = OSError(
+        "gs://b/a: Generic GCS error: Error performing token request: Error performing GET "
+        f"http://169.254.169.254/computeMetadata/v1/token in 8.2s, after 6 retries - {answer}"
+    )
+    said = failures.store_refusal(error) or ""
+    assert said.startswith("gs://b/a: no credentials in the environment") == is_refusal
+    assert failures.is_transient(error) != is_refusal
 
 
 def test_ranges_that_are_held_are_read_without_the_store_and_may_be_empty():
