@@ -191,12 +191,12 @@ def check(
                       f"times their mean, {mean_norm:g}")  # fmt: skip
     cosines = [shard.cosine for shard in shards if shard.cosine is not None]
     if low_cosines := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
-        faults.append(f"a row's cosine to itself, embedded once more, is {min(low_cosines):.4f}; allowed: "
-                      f"gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
+        faults.append(f"a text that was embedded twice has two vectors, of cosine {min(low_cosines):.4f}; "
+                      f"allowed: gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
     best, best_known = _best_keys(answers, len(contexts), config.top_k)
     recall, skip_reason = _recall(config, best_known, kind, contexts, before, set(present))
     if recall is not None and recall < config.min_recall:
-        faults.append(f"the canaries' answers found again are {recall:.3f} of those of the version "
+        faults.append(f"the test queries (canaries) find {recall:.3f} of the answers of the version "
                       f"before; allowed: gate.min_recall {config.min_recall:g} at least")  # fmt: skip
     if faults:
         raise Stopped(f"the gate: {'; '.join(faults)}. Nothing is published")
@@ -214,10 +214,10 @@ def passed_line(passed: Passed) -> str:
     """What a person reads of a gate that is passed."""
     parts = [f"removed {passed['removed_share']:.1%}", f"changed {passed['changed_share']:.1%}"]
     if (cosine := passed["min_cosine"]) is not None:
-        parts.append(f"rows embedded again are as before (cosine {cosine:.4f} at least)")
+        parts.append(f"texts embedded twice have equal vectors (cosine {cosine:.4f} at least)")
     recall = passed["recall"]
-    found = recall if isinstance(recall, str) else f"found again {recall:.1%}"
-    parts.append(f"answers to canaries {found}")
+    found = recall if isinstance(recall, str) else f"{recall:.1%} of the earlier ones"
+    parts.append(f"answers to the test queries {found}")
     return f"the gate is passed: {', '.join(parts)}"
 
 
@@ -260,7 +260,7 @@ def _recall(
         if expected := present.intersection(answers_before.get(tuple(context), ())[: config.top_k]):
             shares.append(len(expected.intersection(keys)) / len(expected))
     if not shares:
-        return None, "no canary has an answer of the version before that is still there"
+        return None, "no test query has an answer of the version before that is still there"
     return sum(shares) / len(shares), ""
 
 

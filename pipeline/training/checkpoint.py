@@ -132,7 +132,7 @@ def write_state(state: Any, folder: Path) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """The state that `write_state` wrote, on the CPU.
 
-    Raises BadInput for files that are missing, truncated or damaged.
+    Raises BadInput for files that are missing, truncated or damaged, and OSError where the disk fails.
     """
     try:
         structure = json.loads((folder / _STRUCTURE).read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         if crc32 is not None and crc32 != _crc32(folder / _TENSORS):
             raise ValueError(f"{_TENSORS} is damaged")
         state = _from_json(structure, load_file(folder / _TENSORS))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (FileNotFoundError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"{folder}: not a training state ({error})") from None
     assert isinstance(state, dict)
     return state

@@ -178,7 +178,7 @@ def test_a_gate_that_is_not_passed_publishes_nothing(night, first_night, pools, 
     with monkeypatch.context() as patch:
         patch.setattr(Pool, "vectors_at", lambda _, at: np.ones((len(at), 16), np.float32))
         line = stopped(night(changed(FIRST), "--gate.sample", 30))
-    assert "the gate: a row's cosine to itself, embedded once more, is" in line
+    assert "the gate: a text that was embedded twice has two vectors, of cosine" in line
     assert current(pools) == first["version"]
     assert [name for name in versions(pools) if not name.endswith(".partial")] == [first["version"]]
     # It has been looked at, and is let pass: the same shards, and nothing is done again.
@@ -235,7 +235,7 @@ def test_canaries_of_a_file_that_are_not_found_stop_a_night(night, pools, tmp_pa
     first = night(FIRST, *options).summary
     other = tiny_ranker("poly", seed=1).uri  # of the same kind, and trained to something else
     refused = night(FIRST, *options, model=other)
-    assert "the canaries' answers found again are 0." in stopped(refused)
+    assert "the test queries (canaries) find 0." in stopped(refused)
     assert current(pools) == first["version"]
     bi = night(FIRST, *options, model=tiny_ranker("bi").uri).summary
     passed = Pool.open(bi["output"]).artifact.manifest["gate"]

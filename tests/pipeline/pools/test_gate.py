@@ -50,16 +50,12 @@ def test_a_good_pool_passes_and_says_what_was_found():
 def test_what_is_passed_is_said_in_words():
     passed = {"removed_share": 0.0, "changed_share": 0.0125, "norms": [1, 1, 1], "min_cosine": 0.99998,
               "recall": "skipped: no version before"}  # fmt: skip
-    line = "the gate is passed: removed 0.0%, changed 1.2%, rows embedded again are as before (cosine 1.0000 "
-    assert (
-        gate.passed_line(passed)
-        == line + "at least), answers to canaries skipped: no version before"
-    )
+    line = "the gate is passed: removed 0.0%, changed 1.2%, "
+    vectors = "texts embedded twice have equal vectors (cosine 1.0000 at least), "
+    answers = "answers to the test queries skipped: no version before"
+    assert gate.passed_line(passed) == line + vectors + answers
     bare = gate.passed_line({**passed, "min_cosine": None, "recall": 0.5})
-    assert (
-        bare
-        == "the gate is passed: removed 0.0%, changed 1.2%, answers to canaries found again 50.0%"
-    )
+    assert bare == line + "answers to the test queries 50.0% of the earlier ones"
 
 
 @pytest.mark.parametrize(
@@ -70,8 +66,8 @@ def test_what_is_passed_is_said_in_words():
         ({"norms": [0.5, 1.0, 1e4]}, "norms from 0.5 to 10000"),
         ({"norms": [0.0, 0.0, 0.0]}, "norms from 0"),
         ({"norms": [float("nan")] * 3}, "norms from"),
-        ({"cosine": 0.97}, "a row's cosine to itself, embedded once more, is 0.9700; allowed"),
-        ({"cosine": float("nan")}, "cosine to itself, embedded once more, is nan"),
+        ({"cosine": 0.97}, "a text that was embedded twice has two vectors, of cosine 0.9700; allowed"),
+        ({"cosine": float("nan")}, "two vectors, of cosine nan"),
     ],
 )  # fmt: skip
 def test_a_bad_shard_among_good_ones_stops_the_pool(changes, message):
@@ -80,7 +76,7 @@ def test_a_bad_shard_among_good_ones_stops_the_pool(changes, message):
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    with pytest.raises(Stopped, match=r"dimensions: .*; norms .*; a row's cosine"):
+    with pytest.raises(Stopped, match=r"dimensions: .*; norms .*; a text that was embedded twice"):
         check([record(), record(dimensions=4, norms=[0, 1, 2], cosine=0.5)])
 
 
@@ -138,7 +134,7 @@ def test_the_answers_of_many_shards_take_no_more_memory_than_those_of_few():
 
 def test_too_little_recall_stops_the_pool():
     now = [[(3.0, "x")], [(1.0, "c")]]
-    with pytest.raises(Stopped, match=r"found again are 0\.500 of those .* gate\.min_recall 0\.6"):
+    with pytest.raises(Stopped, match=r"find 0\.500 of the answers .* gate\.min_recall 0\.6"):
         recall(now, [["a"], ["c"]], "ac", min_recall=0.6)
     assert recall(now, [["a"], ["c"]], "ac", min_recall=0.5) == 0.5
 
@@ -148,9 +144,9 @@ def test_too_little_recall_stops_the_pool():
     [
         (before(["a"], ["b"], kind="bi, 8 dimensions"), "ab",
          r"of another kind of model \(bi, 8 dimensions, not poly"),
-        (before(["a"], ["b"]), "", "no canary has an answer .* that is still there"),
-        (before(["a"], ["b"], contexts=[["other"], ["queries"]]), "ab", "no canary has an answer"),
-        (before([], []), "ab", "no canary has an answer"),
+        (before(["a"], ["b"]), "", "no test query has an answer .* that is still there"),
+        (before(["a"], ["b"], contexts=[["other"], ["queries"]]), "ab", "no test query has an answer"),
+        (before([], []), "ab", "no test query has an answer"),
     ],
 )  # fmt: skip
 def test_where_recall_says_nothing_it_is_skipped_and_that_is_said(old, present, why):

@@ -67,6 +67,14 @@ def test_a_truncated_or_missing_file_is_refused(checkpoint, name, share):
     assert str(folder) in str(refused.value)
 
 
+def test_a_disk_that_fails_is_no_damaged_state(checkpoint):
+    path = checkpoint[-1] / "state.json"
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(OSError, match=f"symbolic links: '{path}'$"):
+        read_saved(checkpoint[-1])
+
+
 @pytest.mark.parametrize("place", [0.1, 0.7, 0.99])
 def test_a_file_of_the_whole_length_that_ends_in_zeros_is_refused(checkpoint, place):
     """As a machine that lost its power leaves it. Without the checksum its weights would be 0."""
