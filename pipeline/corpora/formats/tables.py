@@ -199,7 +199,8 @@ def first_columns(
 ) -> list[str]:
     """The columns of the first row of the first file that has one; none: none of the first 32 has.
 
-    Raises BadInput where these hold broken rows alone: the names that they lack would seem to be the fault.
+    Raises BadInput where no file has a row, or these hold broken rows alone: the names that they lack would
+    seem to be the fault.
     """
     report = file_tasks.ParseReport()
     for uri in uris[:_CHECKED_FILES]:
@@ -210,6 +211,9 @@ def first_columns(
         reasons = raw.reasons_text(report.malformed.counts)
         refusal = f"{uris[0]}: has no rows that can be read ({reasons})"
         raise BadInput("; ".join([refusal, *report.notes]))
+    if uris and len(uris) <= _CHECKED_FILES:
+        more = f", nor have {len(uris) - 1} other files" if len(uris) > 1 else ""
+        raise BadInput(f"{uris[0]}: has no rows{more}")
     return []
 
 

@@ -21,7 +21,7 @@ from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import ParseReport
-from pipeline.corpora.formats import tables
+from pipeline.corpora.formats import pairs, tables
 from pipeline.corpora.raw import Reading
 
 WANTED = {"pairs.a_column": "a", "pairs.b_column": "b"}
@@ -391,6 +391,14 @@ def test_a_table_of_broken_rows_alone_is_refused_for_them(tmp_path):
     file.write_bytes(b"question,answer,\nhow ?,so\nwhen ?,now\n")
     with pytest.raises(BadInput, match=r"no rows that can be read \(2 more or fewer fields than"):
         tables.first_columns([str(file)], Reading())
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "question,answer\n"), ("a.jsonl", "")])
+def test_a_table_without_rows_is_refused_as_that(tmp_path, name, text):
+    """Not for its columns, such as `context`, which it lacked."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=f"^{tmp_path / name}: has no rows$"):
+        pairs.with_guessed_columns([str(tmp_path / name)], pairs.Options(), Reading())
 
 
 def test_another_delimiter_is_named_where_all_rows_have_commas_too(tmp_path):
