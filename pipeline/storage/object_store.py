@@ -36,6 +36,8 @@ _PART_BYTES = 8 << 20  # of an upload in parts
 _ASK_AGAIN = timedelta(minutes=10)
 # 6 more tries take some 10 s. `timeout` is of a whole request, by default 30 s: too short for gigabytes.
 _RETRIES: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
+# obstore does not send again what may have been done where a connection is reset: deletions, and creations.
+_AFTER_A_RESET_S = (1.0,)
 # http:// is allowed where an endpoint names it.
 _CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "1h", "allow_http": True}
 
@@ -90,15 +92,18 @@ class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
         return RangedInput(size, read_range, functools.partial(self.read_ranges, path))
 
     def create(self, path: str, data: bytes) -> bool:
-        """Writes an object; False where it is there already."""
+        """Writes an object; False where it is there already, also by a try whose answer was lost."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        with self._errors(path):
-            try:
-                self.store.put(path, data, mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError):
-                return False
-        return True
+        def put() -> bool:
+            with self._errors(path):
+                try:
+                    self.store.put(path, data, mode="create", use_multipart=False)
+                except (AlreadyExistsError, PreconditionError):
+                    return False
+            return True
+
+        return with_retries(put, _AFTER_A_RESET_S)
 
     # What pyarrow asks for
 
@@ -155,18 +160,24 @@ class ObjectStore(pafs.FileSystemHandler):  # type: ignore[misc]
         pass
 
     def delete_dir(self, path: str) -> None:
-        paths = [found["path"] for found in self._list(path, recursive=True)[1]]
-        with self._errors(path):
-            try:
-                self.store.delete(paths)
-            except FileNotFoundError:  # GCS and Azure, where another has removed one meanwhile
-                for each in paths:
-                    with suppress(FileNotFoundError):
-                        self.store.delete(each)
+        def delete_all() -> None:
+            with self._errors(path):
+                paths = [found["path"] for found in self.store.list(path).collect()]
+                try:
+                    self.store.delete(paths)
+                except FileNotFoundError:  # GCS and Azure, where another has removed one meanwhile
+                    for each in paths:
+                        with suppress(FileNotFoundError):
+                            self.store.delete(each)
+
+        with_retries(delete_all, _AFTER_A_RESET_S)
 
     def delete_file(self, path: str) -> None:
-        with self._errors(path):
-            self.store.delete(path)
+        def delete() -> None:
+            with self._errors(path):
+                self.store.delete(path)
+
+        with_retries(delete, _AFTER_A_RESET_S)
 
     def open_input_file(self, path: str) -> pa.PythonFile:
         return pa.PythonFile(self.open_ranges(path), "r")

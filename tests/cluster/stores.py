@@ -211,22 +211,20 @@ class Azure:
         for path, (data, written) in sorted(self._blobs.items()):
             if path.startswith(root):
                 folder, mark, _ = path[len(root) :].partition(delimiter or "\0")
-                shown = root + folder + mark if mark else path
+                name = (root + folder + mark if mark else path).removeprefix(container)
                 properties = (
                     f"<Last-Modified>{http_date(written)}</Last-Modified><Content-Type/>"
                     f"<Content-Length>{len(data)}</Content-Length>"
                 )
-                entries[shown] = f"<Name>{escape(shown.removeprefix(container))}</Name>" + (
-                    "" if mark else f"<Properties>{properties}</Properties>"
+                entries[name] = (
+                    f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>"
+                    if mark
+                    else f"<Blob><Name>{escape(name)}</Name><Properties>{properties}</Properties></Blob>"
                 )
         start = int(options.get("marker") or 0)
-        page = list(entries)[start : start + _PAGE]
-        kinds = ["BlobPrefix" if delimiter and name.endswith("/") else "Blob" for name in page]
-        blobs = "".join(
-            f"<{kind}>{entries[name]}</{kind}>" for kind, name in zip(kinds, page, strict=True)
-        )
+        page = "".join(list(entries.values())[start : start + _PAGE])
         following = start + _PAGE if start + _PAGE < len(entries) else ""
-        text = f"<Blobs>{blobs}</Blobs><NextMarker>{following}</NextMarker>"
+        text = f"<Blobs>{page}</Blobs><NextMarker>{following}</NextMarker>"
         return Response(
             f"<EnumerationResults>{text}</EnumerationResults>", mimetype="application/xml"
         )

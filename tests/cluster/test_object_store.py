@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -65,23 +68,47 @@ def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket, n
     storage.delete(uri)  # what is not there
 
 
-def test_a_folder_is_removed_also_where_another_removes_a_file_of_it_meanwhile(
-    store, bucket, monkeypatch
-):
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda n: storage.write_bytes(f"{bucket}/many/{n}", b"1"), range(40)))
+def intercept(store, monkeypatch, *methods, before=lambda: None, reset=False) -> None:
+    """Calls `before` at the first request of these methods; `reset`: it is done, and its answer is lost."""
     serve = store.application
 
-    def removing(environ, start_response):
-        if environ["REQUEST_METHOD"] in ("DELETE", "POST"):
-            monkeypatch.setattr(store, "application", serve)
-            storage.delete(f"{bucket}/many/0")
-        return serve(environ, start_response)
+    def answer(environ, start_response):
+        if environ["REQUEST_METHOD"] not in methods:
+            return serve(environ, start_response)
+        monkeypatch.setattr(store, "application", serve)
+        before()
+        answer = serve(environ, start_response)
+        if reset:
+            connection = environ["werkzeug.socket"]
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(connection.detach())
+        return answer
 
-    monkeypatch.setattr(store, "application", removing)
+    monkeypatch.setattr(store, "application", answer)
+
+
+@pytest.mark.parametrize("fault", ["another removes a file", "a connection is reset"])
+def test_a_folder_is_removed_also_where(store, bucket, monkeypatch, fault):
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: storage.write_bytes(f"{bucket}/many/{n}", b"1"), range(40)))
+    if fault == "a connection is reset":
+        intercept(store, monkeypatch, "DELETE", "POST", reset=True)
+    else:
+        remove = functools.partial(storage.delete, f"{bucket}/many/0")
+        intercept(store, monkeypatch, "DELETE", "POST", before=remove)
     storage.delete(f"{bucket}/many")
-    assert store.application is serve
     assert storage.list_files(bucket) == []
+
+
+def test_a_lock_and_a_manifest_are_made_also_where_a_connection_is_reset(
+    store, bucket, out, monkeypatch
+):
+    intercept(store, monkeypatch, "PUT", reset=True)
+    with locked(bucket, "p", 60) as held:
+        held.check()
+    files = out.finished_tasks().record("task", TaskRecord).files
+    intercept(store, monkeypatch, "PUT", reset=True)
+    assert out.publish(files, {}) == open_artifact(out.uri, "corpus")
 
 
 @pytest.mark.parametrize(
