@@ -96,7 +96,8 @@ class Artifact:
         def check(folder: Path) -> None:
             _check_sizes(str(folder), self.manifest, only)
             if not storage.is_local(self.uri):
-                checksums.contents(self.uri, self.manifest, folder, "once", only)
+                with checksums.checking(self.uri, self.manifest, folder, "once", only):
+                    pass
 
         def is_whole(copy: Path) -> bool:
             try:

@@ -175,8 +175,8 @@ class Pool:
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
         columns = rotation.shape[1]
-        full_shards = [open_shard(folder, name, artifact.manifest, columns) for name in parts]
-        checksums.contents(uri, artifact.manifest, folder, check, only)
+        with checksums.checking(uri, artifact.manifest, folder, check, only):
+            full_shards = [open_shard(folder, name, artifact.manifest, columns) for name in parts]
         shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(storage.parent_of(uri))

@@ -98,9 +98,9 @@ def open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) 
     It keeps 5 maps and no descriptor: 100 million rows are 6,104 shards, and a process may have 65,530 maps
     but often only 1,024 descriptors.
     """
-    path = folder / "rows" / f"{name}.arrow"
-    with _damage_named(path), pa.memory_map(str(path)) as file:
-        rows = pa.ipc.open_file(file).read_all()  # the rows keep the map
+    path = folder / f"rows/{name}.arrow"
+    with _damage_named(path), path.open("rb", buffering=0) as file:
+        rows = pa.ipc.open_file(pa.py_buffer(_map(file))).read_all()  # the rows keep the map
     layers = []
     for layer, dtype, shape in (
         ("vectors", FILE_DTYPES[manifest["dtype"]], (rows.num_rows, manifest["dimensions"])),
@@ -108,7 +108,7 @@ def open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) 
         ("sketch", "int8", (rows.num_rows, columns)),
         ("sketch_norms", "float32", (4, rows.num_rows)),
     ):
-        layers.append(load_matrix(folder / layer / f"{name}.npy", dtype, shape))
+        layers.append(load_matrix(folder / f"{layer}/{name}.npy", dtype, shape))
     return Shard(rows, Layer(*layers[:2]), Layer(*layers[2:]))
 
 
@@ -117,10 +117,10 @@ def load_matrix(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.nda
 
     Raises BadInput where it is none, or of another dtype or shape.
     """
-    with _damage_named(path), path.open("rb") as file:
-        file_shape, is_fortran, file_dtype = npy.read_header(file)
+    with _damage_named(path), path.open("rb", buffering=0) as file:
+        file_shape, is_fortran, file_dtype, start = npy.read_header(file.read(npy.HEADER_BYTES))
         matrix: np.ndarray[Any, Any] = np.frombuffer(
-            _map(file), file_dtype, math.prod(file_shape), file.tell()
+            _map(file), file_dtype, math.prod(file_shape), start
         )
         matrix = matrix.reshape(file_shape, order="F" if is_fortran else "C")
     rows, width = shape
