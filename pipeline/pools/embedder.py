@@ -223,11 +223,10 @@ class Embedder:
         """Returns the facts of the shard, and writes its answers to the canaries."""
         norms_N = np.linalg.norm(vectors_ND, axis=1)
         rng = np.random.default_rng(crc32(name.encode()))
-        cosines = []
-        for row in rng.permutation(len(rows))[: self._sample].tolist():
-            reembedded_D = self._embed(rows.slice(row, 1))[0][0]
-            length = max(float(norms_N[row] * np.linalg.norm(reembedded_D)), 1e-30)
-            cosines.append(float(vectors_ND[row] @ reembedded_D) / length)
+        sample = rng.permutation(len(rows))[: self._sample]
+        again_SD = self._embed(rows.take(sample))[0]
+        lengths_S = np.maximum(norms_N[sample] * np.linalg.norm(again_SD, axis=1), 1e-30)
+        cosines_S = np.einsum("sd,sd->s", vectors_ND[sample], again_SD) / lengths_S
         texts = rows["text"].to_pylist()
         keys = np.array([candidates.content_hash(text)[:KEY_DIGITS] for text in texts])
         # A text that comes with several values to filter by is one answer.
@@ -241,7 +240,7 @@ class Embedder:
         return ShardCheck(
             dimensions=vectors_ND.shape[1],
             norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
-            cosine=min(cosines, default=None),
+            cosine=min(cosines_S.tolist(), default=None),
         )
 
     def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:
