@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import pyarrow as pa
 
@@ -48,6 +49,8 @@ class FileEntry(TypedDict):
     """0: the file has no rows."""
     bytes: int
     sha256: str
+    crc32: NotRequired[int]
+    """Pools of earlier versions have none."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,8 @@ def _size_fault(uri: str, manifest: Mapping[str, Any], only: Collection[str] | N
 
 def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
     size = data.size if isinstance(data, pa.Buffer) else len(data)
-    return {"path": name, "rows": rows, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()}
+    sha256, crc32 = hashlib.sha256(data).hexdigest(), zlib.crc32(data)
+    return {"path": name, "rows": rows, "bytes": size, "sha256": sha256, "crc32": crc32}
 
 
 def folder_entries(folder: Path) -> list[FileEntry]:

@@ -5,15 +5,18 @@ node that opens these files, and again only when a file's size, time or inode ha
 node's cache folder says which files have passed. `always` ignores the notes, for disks that decay in silence.
 `never` is for the process that has just written the pool.
 
-An opening ends when all checksums are compared, so no answer comes from a byte that was not: a service opens
-a version beside the one that answers, and goes on with that one where the new one is damaged. All cores
-compute checksums, at some 1.5 GB a second each, while the files are mapped.
+`once` compares CRC-32, which finds damage by accident in half the time, and `always` compares SHA-256. An
+opening ends when all checksums are compared, so no answer comes from a byte that was not: a service opens a
+version beside the one that answers, and goes on with that one where the new one is damaged. All cores compute
+checksums while the files are mapped.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +28,7 @@ from pipeline.config import BadInput, digest, require
 from pipeline.storage import node_cache
 
 Check = Literal["once", "always", "never"]
+_BUFFER_BYTES = 1 << 17  # stays in a core's cache
 
 
 @contextmanager
@@ -56,11 +60,11 @@ def checking(
         yield
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
-        digests = pool.map(_sha256, [folder / entry["path"] for entry in entries])
+        results = pool.map(functools.partial(_is_whole, folder, check), entries)
         try:
             yield
-            for entry, sha256 in zip(entries, digests, strict=True):
-                if sha256 != entry["sha256"]:
+            for entry, is_whole in zip(entries, results, strict=True):
+                if not is_whole:
                     file = storage.join(uri, entry["path"])
                     raise BadInput(f"{file}: damaged (its checksum is not the manifest's)")
         except BaseException:
@@ -71,6 +75,12 @@ def checking(
         note.touch()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _is_whole(folder: Path, check: Check, entry: Mapping[str, Any]) -> bool:
+    """Whether a file has the checksum of its entry in the manifest."""
+    crc32, buffer = 0, memoryview(bytearray(_BUFFER_BYTES))
+    with (folder / entry["path"]).open("rb", buffering=0) as file:
+        if check == "always" or "crc32" not in entry:
+            return bool(entry["sha256"] == hashlib.file_digest(file, "sha256").hexdigest())
+        while size := file.readinto(buffer):
+            crc32 = zlib.crc32(buffer[:size], crc32)
+    return bool(crc32 == entry["crc32"])

@@ -225,6 +225,21 @@ def test_a_file_that_is_not_what_the_manifest_names_is_refused_naming_it(pools, 
         Pool.open(f"{pools}/p")
 
 
+def test_a_damaged_file_of_a_pool_whose_manifest_has_no_crc_32_is_refused(pools):
+    """As earlier versions wrote it."""
+    manifest = pools / "p" / "v1" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    for entry in values["files"]:
+        del entry["crc32"]
+    manifest.write_text(json.dumps(values))
+    file = pools / "p" / "v1" / FILES[0]
+    flip(file)
+    with pytest.raises(BadInput, match=rf"v1/{FILES[0]}: damaged"):
+        Pool.open(f"{pools}/p")
+    flip(file)
+    assert len(Pool.open(f"{pools}/p")) == 6
+
+
 def test_shards_of_another_width_than_the_manifest_says_are_refused(pools):
     manifest = pools / "p" / "v1" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"dimensions": 4', '"dimensions": 5'))
@@ -249,9 +264,11 @@ def test_the_note_that_checksums_passed_lies_in_the_cache_folder(pools, tmp_path
 
 
 def test_checksums_are_looked_at_once_on_a_node_or_always(pools, monkeypatch):
-    looked: list[Path] = []
-    digest = checksums._sha256
-    monkeypatch.setattr(checksums, "_sha256", lambda path: looked.append(path) or digest(path))
+    looked: list[str] = []
+    is_whole = checksums._is_whole
+    monkeypatch.setattr(
+        checksums, "_is_whole", lambda *of: looked.append(of[2]["path"]) or is_whole(*of)
+    )
     count = len(Pool.open(f"{pools}/p").artifact.manifest["files"])
     assert len(looked) == count
     Pool.open(f"{pools}/p")
