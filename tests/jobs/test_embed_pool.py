@@ -131,7 +131,7 @@ def test_a_table_without_a_text_is_read_by_its_only_column_with_a_usual_name(emb
 
 
 @pytest.mark.parametrize(("contents", "message"), [
-    ("", "a.jsonl: has no rows"),
+    ("", "texts.jsonl: has no rows"),
     ('{"id": 1, "text": " "}\n', "no text to embed (1 text is empty)"),
     ('{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed; allowed: the col"),
 ])  # fmt: skip
