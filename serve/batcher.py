@@ -12,8 +12,8 @@ requests, nor large ones move a sender before the others. Beside a dominant send
 short, the rows of the others are computed without its rows, and their next stage is waited for.
 
 Admission: a request is refused if it would wait for too many seconds of work, or could not end in time after
-that wait. Only admitted work that comes before it counts as waiting: a list of requests is one request, which
-its parts do not refuse. The seconds are those that requests of the same name took for each unit of cost.
+that wait. Only admitted work that comes before it counts as waiting. A list of requests is one request, which
+costs what its parts cost. The seconds are those that batches of each stage took for each unit of cost.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from serve import tracing
@@ -50,6 +51,7 @@ _MOST_OF_A_SENDER = 400
 """Requests of a sender that may wait. A replica has 512 places (`max_ongoing_requests`). With a fast model 2
 seconds of work would fill them all, and the requests of other senders would wait for a place."""
 _NICENESS_STEP = 10
+_NOTHING = 1e-6  # of a batch
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
 _SHORT_BATCH_S = 0.03
 """What a batch takes at most, about, while one sender asks for most and others are there: a row that arrives
@@ -92,6 +94,22 @@ class Stage(Generic[RowT, ResultT]):
     """The most cost (usually tokens) in a batch. A row that costs more is computed alone."""
     cost: Callable[[Any], float] = len
     """The cost of a row."""
+    unit_s: _Mean = field(default_factory=_Mean)
+    """Seconds of a unit of cost."""
+    row_cost: _Mean = field(default_factory=_Mean)
+    """The cost of the rows of a batch."""
+
+
+Costs = Mapping[Stage[Any, Any], float]
+"""The work of a request: what its rows cost in each stage, as far as it is known."""
+
+
+def _seconds(costs: Costs) -> float:
+    return sum(cost * stage.unit_s.value for stage, cost in list(costs.items()))
+
+
+def _batches(costs: Costs) -> float:
+    return sum(cost / stage.batch_cost for stage, cost in costs.items())
 
 
 @dataclass(frozen=True)
@@ -117,65 +135,43 @@ class _Queue:
     rows: int = 0
     """Those that wait."""
     requests: int = 0
-    """Those that are admitted; a list is one."""
-    parts: set[_Part] = field(default_factory=set)
-    left_s: float | None = None
-    """Seconds of admitted work that is left; None: to be summed anew. Each refusal asks for them, and the sum
-    over 500 parts takes 0.07 ms, twice as long as all else that polyrank's code does for a refusal."""
+    """Those that are admitted."""
+    costs: dict[Stage[Any, Any], float] = field(default_factory=dict)
+    """The admitted work that is left."""
 
     @property
     def factor(self) -> float:
         """How many times its seconds count."""
         return _BULK if self.is_bulk else 1.0
 
-    def seconds(self) -> float:
-        """Seconds of admitted work that is left."""
-        if (left_s := self.left_s) is None:
-            self.left_s = left_s = sum(part.left_s for part in list(self.parts))
-        return left_s
-
-    def add(self, part: _Part) -> None:
-        self.parts.add(part)
-        self.requests += not part.is_in_admitted_list
-        if (left_s := self.left_s) is not None:
-            self.left_s = left_s + part.left_s
-
-    def remove(self, part: _Part) -> None:
-        self.parts.remove(part)
-        self.requests -= not part.is_in_admitted_list
-
 
 @dataclass(eq=False)
-class Admission:
-    """The admission of a request, or of a list of them, whose first part decides for all."""
-
-    is_granted: bool = False
-    cost: float = 0.0
-    """In batches, as far as it is known."""
-
-
-@dataclass(eq=False)
-class _Part:
-    """An admitted request; of a list one of its requests."""
+class _Request:
+    """An admitted request."""
 
     queue: _Queue
-    cost: float = 0.0
-    mean: _Mean = field(default_factory=_Mean)
-    """Seconds of a unit of cost, as measured by now."""
-    is_in_admitted_list: bool = False
-    """Whether an earlier part of its list was admitted."""
-    spent_s: float = 0.0
+    costs: dict[Stage[Any, Any], float] = field(default_factory=dict)
+    """Its work that is left."""
+    is_open: bool = False
+    """Whether it is admitted and not answered."""
     rows: int = 0
     """Those that wait."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of admission."""
 
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.cost * self.mean.value - self.spent_s)
+    def spend(self, costs: Costs) -> None:
+        """Notes that this work is done, or not needed any more."""
+        for stage, cost in costs.items():
+            left = self.costs.get(stage, 0.0)
+            self.costs[stage] = left - min(cost, left)
+            queue_left = self.queue.costs.get(stage, 0.0) - min(cost, left)
+            if queue_left > _NOTHING * stage.batch_cost:
+                self.queue.costs[stage] = queue_left
+            else:  # a sum of what floats rounded, or of a model that is no longer served
+                self.queue.costs.pop(stage, None)
 
 
-_part: ContextVar[_Part | None] = ContextVar("part", default=None)
+_request: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
 @dataclass(eq=False)
@@ -185,7 +181,7 @@ class _Call:
     stage: Stage[Any, Any]
     rows: Sequence[Any]
     costs: Sequence[float]
-    part: _Part
+    request: _Request
     future: asyncio.Future[list[Any]]
     since: float
     began: float = math.inf
@@ -197,7 +193,7 @@ class _Call:
 
 
 _Heap = list[tuple[int, int, _Call]]
-"""Calls that have rows to take, in the order of their parts and then of the calls."""
+"""Calls that have rows to take, in the order of their requests and then of the calls."""
 _Batch = list[tuple[_Call, int]]
 """Calls, and the places of the rows that are computed."""
 
@@ -219,6 +215,8 @@ def lower_priority() -> None:
 async def all_of(*parts: Coroutine[Any, Any, ResultT]) -> list[ResultT]:
     """The results of a request's parts, in order. If one part fails, its error is raised, and the others are
     cancelled, because nobody waits for them."""
+    if len(parts) == 1:
+        return [await parts[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]
@@ -245,8 +243,6 @@ class Batcher:
         self._numbers = itertools.count()
         self._finish = 0.0  # of the queue that was computed last, before that
         self._queues: dict[tuple[str, bool], _Queue] = {}
-        self._means: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by name
-        self._batch_means: dict[str, _Mean] = defaultdict(_Mean)  # the same of a stage's batches
         self._demand = Demand()
         self._refused_at = -math.inf  # when a request was refused last
         self._closed = False
@@ -263,8 +259,8 @@ class Batcher:
 
     @property
     def requests(self) -> int:
-        """The requests that are admitted and not answered; of a list each."""
-        return sum(len(queue.parts) for queue in list(self._queues.values()))
+        """The requests that are admitted and not answered; a list is one."""
+        return sum(queue.requests for queue in list(self._queues.values()))
 
     @property
     def waiting_rows(self) -> int:
@@ -291,19 +287,19 @@ class Batcher:
         done. `load_stays`: more comes until then."""
         key = SENDER.get(), is_bulk
         own = self._queues.get(key) or _Queue(*key)
-        before_s = own.seconds()
+        before_s = _seconds(own.costs)
         return before_s + sum(
             min(
-                math.inf if load_stays else queue.seconds(),
+                math.inf if load_stays else _seconds(queue.costs),
                 (before_s + own_s) * own.factor / queue.factor,
             )
             for queue in list(self._queues.values())
             if queue is not own
         )
 
-    def refusal(self, deadline: float, is_bulk: bool = False, own_s: float = 0.0) -> Refusal | None:
+    def refusal(self, deadline: float, costs: Costs = MappingProxyType({})) -> Refusal | None:
         """The refusal that a request of the current sender would get now, or None."""
-        now = time.monotonic()
+        now, is_bulk, own_s = time.monotonic(), _batches(costs) > 1.0, _seconds(costs)
         if (left_s := deadline - now) <= 0:  # as overloaded, clients would send it again
             return Refusal("too_late")
         queue = self._queues.get((SENDER.get(), is_bulk))
@@ -322,53 +318,37 @@ class Batcher:
         message = f"{waiting_s:.1f} s of work are waiting"
         return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
 
-    def _sum_anew(self) -> None:
-        """Forgets the sums of all queues, after a change of what was spent or of a mean."""
-        for queue in list(self._queues.values()):
-            queue.left_s = None
-
     @contextmanager
-    def admit(
-        self, name: str, cost: float, deadline: float, admission: Admission | None = None
-    ) -> Iterator[None]:
-        """Admits a request, whose rows are handed in inside the `with` block.
+    def admit(self, costs: Costs, deadline: float, is_checked: bool = False) -> Iterator[None]:
+        """Admits a request, whose rows are handed in inside the `with` block. Rows that its task hands in
+        later keep its place.
 
-        `cost` is in batches. Requests with the same name are expected to take the same time for a unit.
-        `admission`: that of the list to which it belongs. Raises Refusal (overloaded) if the request would
-        wait for too much work, or for over half of its time, or so long that it cannot end in time; and
+        `is_checked`: it belongs to an admitted request, and is not refused. Raises Refusal (overloaded) if it
+        would wait for too much work, or for over half of its time, or so long that it cannot end in time; and
         (too_late) after its deadline.
         """
-        admission, mean, sender = admission or Admission(), self._means[name], SENDER.get()
-        admission.cost += cost
-        self._demand.add(sender, cost, time.monotonic())
-        is_bulk, is_in_admitted_list = admission.cost > 1.0, admission.is_granted
-        if not is_in_admitted_list:
-            if refusal := self.refusal(deadline, is_bulk, cost * mean.value):
-                raise refusal
-            admission.is_granted = True
-        key = sender, is_bulk
-        queue = self._queues.setdefault(key, _Queue(*key))
-        part = _Part(queue, cost, mean, is_in_admitted_list)
-        queue.add(part)
-        token = _part.set(part)
+        sender, batches = SENDER.get(), _batches(costs)
+        self._demand.add(sender, batches, time.monotonic())
+        if not is_checked and (refusal := self.refusal(deadline, costs)):
+            raise refusal
+        key = sender, batches > 1.0
+        with self._changed:
+            queue = self._queues.setdefault(key, _Queue(*key))
+            queue.requests += 1
+            for stage, cost in costs.items():
+                queue.costs[stage] = queue.costs.get(stage, 0.0) + cost
+        request = _Request(queue, dict(costs), is_open=True)
+        _request.set(request)
         try:
             yield
-            if part.spent_s:
-                mean.add(part.spent_s / cost)
         finally:
-            _part.reset(token)
-            queue.remove(part)
-            if not queue.parts:
-                self._queues.pop(key, None)
-            with self._changed:  # the thread may wait for this request's next stage
-                self._changed.notify()
-            self._sum_anew()
-
-    @property
-    def is_in_admitted_list(self) -> bool:
-        """Whether the current request belongs to a list, of which an earlier part was admitted."""
-        part = _part.get()
-        return part is not None and part.is_in_admitted_list
+            with self._changed:
+                request.is_open = False
+                request.spend(dict(request.costs))
+                queue.requests -= 1
+                if not queue.requests:
+                    self._queues.pop(key, None)
+                self._changed.notify()  # the thread may wait for this request's next stage
 
     async def run(
         self,
@@ -382,16 +362,16 @@ class Batcher:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
             raise Refusal("too_late")
-        part = _part.get() or _Part(_Queue(SENDER.get(), False))
-        since, queue = time.monotonic(), part.queue
-        call = _Call(stage, rows, costs, part, asyncio.get_running_loop().create_future(), since)
+        request = _request.get() or _Request(_Queue(SENDER.get(), False))
+        since, queue = time.monotonic(), request.queue
+        call = _Call(stage, rows, costs, request, asyncio.get_running_loop().create_future(), since)
         with self._changed:
             if not queue.rows:
                 queue.finish = max(self._finish, queue.finish)
             queue.rows += len(rows)
-            part.rows += len(rows)
+            request.rows += len(rows)
             heap = self._calls.setdefault((stage, queue.factor), {}).setdefault(queue, [])
-            heapq.heappush(heap, (part.number, next(self._numbers), call))
+            heapq.heappush(heap, (request.number, next(self._numbers), call))
             self._changed.notify()
         try:
             async with asyncio.timeout(left_s) as timer:
@@ -418,14 +398,14 @@ class Batcher:
                 self._busy_since = None
                 if dominant:
                     self._wait_for_next_stages(
-                        {call.part for call, _ in batch if call.part.queue.sender != dominant}
+                        {call.request for call, _ in batch if call.request.queue.sender != dominant}
                     )
 
-    def _wait_for_next_stages(self, parts: set[_Part]) -> None:
+    def _wait_for_next_stages(self, requests: set[_Request]) -> None:
         """Until each has rows, or has ended."""
         with self._changed:
             self._changed.wait_for(
-                lambda: all(part.rows or part not in part.queue.parts for part in parts),
+                lambda: all(request.rows or not request.is_open for request in requests),
                 _NEXT_STAGE_S,
             )
 
@@ -440,7 +420,7 @@ class Batcher:
         self._finish = max(self._finish, _next_queue(heaps)[0])
         batch: _Batch = []
         dominant = self._demand.dominant_sender(time.monotonic())
-        mean_s = self._batch_means[stage.name].value
+        mean_s = stage.unit_s.value
         unit_s = mean_s or 1 / stage.batch_cost
         cost, most_cost = 0.0, stage.batch_cost
         if dominant and mean_s:
@@ -452,7 +432,7 @@ class Batcher:
                 taken = rows_left
             elif batch and cost + row_cost > most_cost:
                 break
-            elif batch and queue.sender == dominant != batch[0][0].part.queue.sender:
+            elif batch and queue.sender == dominant != batch[0][0].request.queue.sender:
                 break  # the first would wait for the rows of the others, too
             else:
                 taken = 1
@@ -461,7 +441,7 @@ class Batcher:
                 queue.finish += row_cost * unit_s * queue.factor
             call.taken += taken
             queue.rows -= taken
-            call.part.rows -= taken
+            call.request.rows -= taken
             if taken == rows_left:
                 heapq.heappop(heaps[queue])
                 if not heaps[queue]:
@@ -486,19 +466,21 @@ class Batcher:
             return
         self._failures.pop(stage.name, None)
         seconds, cost = time.monotonic() - began, sum(call.costs[place] for call, place in batch)
-        self._batch_means[stage.name].add(seconds / cost)
+        stage.unit_s.add(seconds / cost)
+        stage.row_cost.add(cost / len(batch))
         try:
             waited_s = began - min(call.since for call, _ in batch)
             self._on_batch(Batch(stage.name, len(batch), cost, waited_s, seconds))
         except Exception:  # of the metrics: no reason to answer nobody any more
             _log.exception("cannot record a batch")
         finished_calls: dict[asyncio.AbstractEventLoop, list[_Call]] = defaultdict(list)
-        for (call, place), result in zip(batch, results, strict=True):
+        for (call, _), result in zip(batch, results, strict=True):
             call.results.append(result)
-            call.part.spent_s += seconds * call.costs[place] / cost
             if len(call.results) == len(call.rows):
                 finished_calls[call.future.get_loop()].append(call)
-        self._sum_anew()
+        with self._changed:
+            for call, place in batch:
+                call.request.spend({stage: call.costs[place]})
         for loop, calls in finished_calls.items():
             _deliver(loop, calls)
 

@@ -200,10 +200,12 @@ class Engine:
         top_k: int,
         rows: RowFilter = ALL_ROWS,
         with_vectors: bool = False,
+        is_checked: bool = False,
     ) -> PoolQuery:
         """A search for the vectors of a context."""
         attention = self.ranker.config.search_attention
-        return PoolQuery(vectors_MD.numpy(), mask_M.numpy(), attention, top_k, rows, with_vectors)
+        vectors = vectors_MD.numpy(), mask_M.numpy()
+        return PoolQuery(*vectors, attention, top_k, rows, with_vectors, is_checked)
 
     def sample_texts(self) -> list[str]:
         """Some texts of a pool, or made-up ones without a pool."""

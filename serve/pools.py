@@ -62,6 +62,8 @@ class PoolQuery(NamedTuple):
     rows: RowFilter = ALL_ROWS
     with_vectors: bool = False
     """Whether the answer has the vectors of its results."""
+    is_checked: bool = False
+    """Whether a shard admitted another search of its request, so that this one is not refused."""
 
 
 class PoolAnswer(NamedTuple):
@@ -182,14 +184,13 @@ class OpenPool:
         return dict(zip(places, self.pool.vectors_at(ascending_K), strict=True))
 
 
-def search_share(top_k: int) -> float:
-    """The cost of a search in batches: the texts of its results are read, too."""
-    return (1 + top_k / _ROWS_OF_A_SEARCH) / _SEARCHES
+def search_cost(top_k: int) -> float:
+    """The cost in searches: the texts of the results are read, too."""
+    return 1 + top_k / _ROWS_OF_A_SEARCH
 
 
 def _cost(row: tuple[PoolQuery, Bools | None]) -> float:
-    """The cost in searches."""
-    return _SEARCHES * search_share(row[0].top_k)
+    return search_cost(row[0].top_k)
 
 
 def search_device() -> str:

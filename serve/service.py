@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -23,16 +24,24 @@ from pipeline.models.inference import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
-from serve.batcher import SENDER, Admission, Batch, Batcher, Stage, all_of
+from serve.batcher import SENDER, Batch, Batcher, Costs, Stage, all_of
 from serve.engine import Engine, ExplainableRanking, Row, SecondStage, pair_tokens
 from serve.intents import Intents
-from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_share
+from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_cost
 from serve.refusals import Refusal
 from serve.shards import ShardedPool
 
 RowT = TypeVar("RowT")
 ResultT = TypeVar("ResultT")
 _HEALTH_S = 5.0  # for the answer to a query of a health check
+_SMALL_ANSWER = 2_000
+"""Numbers and texts of an answer that the event loop makes, which takes some 2 ms."""
+_VALUES = 20_000  # numbers and texts of answers in a batch, some 15 ms
+_VALUES_OF_A_RESULT = 10
+
+
+Make = Callable[[], bytes]
+"""Makes an answer, or a part of one."""
 
 
 class CandidateText(NamedTuple):
@@ -93,7 +102,7 @@ class _TextsToScore(NamedTuple):
     """The distinct texts."""
     places: list[int]
     """For each text of the request its place in `rows`."""
-    tokens: int
+    costs: Costs
 
 
 def _sample_query(engine: Engine, pool: str | None = None) -> RankQuery:
@@ -119,6 +128,11 @@ class Service:
         instead, or None. `on_batch` and `record_ranking` are for metrics."""
         self.champion, self._candidate, self.record_ranking = champion, candidate, record_ranking
         self.batcher, self._on_batch = Batcher(max_wait_s, on_batch, batch_rows), on_batch
+        self.answers: Stage[tuple[Make, int], bytes] = Stage(
+            "answers", lambda rows: [make() for make, _ in rows], _VALUES, lambda row: row[1]
+        )
+        """Large answers. Beside the thread that computes, another one that holds the interpreter's lock would
+        delay each of its operations by up to 5 ms."""
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
@@ -140,7 +154,7 @@ class Service:
             try:
                 engine = self.champion()
                 work = self.work(time.monotonic() + _HEALTH_S, engine)
-                await work.rank(_sample_query(engine))
+                await work.rank([_sample_query(engine)])
             except Exception as error:
                 problem = f"batches fail: {error!r}"
         return problem
@@ -155,7 +169,7 @@ class Service:
         pools = [None, *(pool.name for pool in engine.local_pools)]
         for query in [_sample_query(engine, pool) for pool in pools] * 3:
             with suppress(Refusal):
-                await self.work(deadline, engine).rank(query)
+                await self.work(deadline, engine).rank([query])
 
     async def tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
         """Calls a function with texts, beside the event loop."""
@@ -180,38 +194,76 @@ class Work:
     def __init__(self, service: Service, engine: Engine, deadline: float) -> None:
         self.engine, self.deadline = engine, deadline
         self._batcher, self._tokenize = service.batcher, service.tokenize
-        self._admission = Admission()
+        self._answers = service.answers
 
-    async def rank(self, query: RankQuery) -> RankAnswer:
-        """Raises Refusal also where there is no such pool, or the model cannot explain."""
+    async def rank(self, queries: Sequence[RankQuery]) -> list[RankAnswer]:
+        """Admits all or none. Raises Refusal also where a pool is not served, or the model cannot explain."""
+        for query in queries:
+            self._check(query)
+        tokenized = await all_of(*map(self._candidates_to_score, queries))
+        costs = Counter[Stage[Any, Any]]()
+        for query, texts in zip(queries, tokenized, strict=True):
+            costs.update(texts.costs if texts else self._search_costs(query))
+        values = _VALUES_OF_A_RESULT * sum(query.top_k for query in queries)
+        if values > _SMALL_ANSWER:
+            costs[self._answers] = values
+        with self._admit(costs):
+            return await all_of(
+                *(
+                    self._rank_candidates(query, texts) if texts else self._search(query, place > 0)
+                    for place, (query, texts) in enumerate(zip(queries, tokenized, strict=True))
+                )
+            )
+
+    async def make(self, makes: Sequence[Make], values: int) -> list[bytes]:
+        """The parts of an answer of some `values` numbers and texts; a large one beside the event loop, which
+        would answer nobody meanwhile."""
+        if values <= _SMALL_ANSWER:
+            return [make() for make in makes]
+        return await self._run(self._answers, [(make, values // len(makes)) for make in makes])
+
+    def _check(self, query: RankQuery) -> None:
         engine = self.engine
         if query.explain and not engine.has_vectors:
             message = "explain: the model is a cross-encoder, which has no vectors; allowed: false"
             raise Refusal("invalid_request", message, "explain")
-        if query.pool is None:
-            return await self._rank_candidates(query)
-        if query.pool not in engine.pools:  # before admission: the batcher keeps times by pool
+        if query.pool is not None and query.pool not in engine.pools:
             served_pools = ", ".join(sorted(engine.pools)) or "none"
             message = f"pool: not served here; there are: {served_pools}"
             raise Refusal("unknown_pool", message, "pool")
-        stage = engine.second_stage
-        depth = max(query.top_k, stage.candidates) if stage else query.top_k
-        with self._admit(f"search {query.pool}", search_share(depth)):
-            return await self._search(query, engine.pools[query.pool], depth)
 
-    async def _rank_candidates(self, query: RankQuery) -> RankAnswer:
+    async def _candidates_to_score(self, query: RankQuery) -> _TextsToScore | None:
+        """None: those of a pool."""
+        if query.pool is not None:
+            return None
+        texts = [candidate.text for candidate in query.candidates or []]
+        return await self._texts_to_score(query.context, texts)
+
+    def _depth(self, query: RankQuery) -> int:
+        """Number of rows to search for: more than `top_k` if a second stage scores them again."""
+        stage = self.engine.second_stage
+        return max(query.top_k, stage.candidates) if stage else query.top_k
+
+    def _search_costs(self, query: RankQuery) -> Costs:
+        """Before the context is tokenised: most requests of an overload are refused."""
+        engine, depth = self.engine, self._depth(query)
+        costs: dict[Stage[Any, Any], float] = {engine.contexts: engine.contexts.row_cost.value}
+        if isinstance(pool := engine.pools[query.pool or ""], OpenPool):
+            costs[pool.stage] = search_cost(depth)
+        if stage := engine.second_stage:
+            costs[stage.pairs] = depth * stage.pairs.row_cost.value
+        return costs
+
+    async def _rank_candidates(self, query: RankQuery, tokenized: _TextsToScore) -> RankAnswer:
         candidates = query.candidates or []
-        texts = [candidate.text for candidate in candidates]
-        tokenized = await self._texts_to_score(query.context, texts)
-        explained = None
-        with self._admit("rank", self._batches(tokenized.tokens)):
-            scores, vectors = await self._score(tokenized)
-            ids = [candidate.id for candidate in candidates]
-            results = best_results(ids, texts, scores, query.top_k)
-            if query.explain and vectors is not None:
-                vectors_MD, mask_M, vectors_CD = vectors
-                best_KD = vectors_CD[[tokenized.places[result.index] for result in results]]
-                explained = await self._explain(tokenized.context_row, vectors_MD, mask_M, best_KD)
+        texts, explained = [candidate.text for candidate in candidates], None
+        scores, vectors = await self._score(tokenized)
+        ids = [candidate.id for candidate in candidates]
+        results = best_results(ids, texts, scores, query.top_k)
+        if query.explain and vectors is not None:
+            vectors_MD, mask_M, vectors_CD = vectors
+            best_KD = vectors_CD[[tokenized.places[result.index] for result in results]]
+            explained = await self._explain(tokenized.context_row, vectors_MD, mask_M, best_KD)
         return RankAnswer(
             results,
             True,
@@ -221,14 +273,15 @@ class Work:
             context_tokens=len(tokenized.context_row),
         )
 
-    async def _search(
-        self, query: RankQuery, pool: OpenPool | ShardedPool, depth: int
-    ) -> RankAnswer:
-        """`depth`: number of rows to search for: more than `top_k` if a second stage scores them again."""
-        engine = self.engine
+    async def _search(self, query: RankQuery, is_checked: bool) -> RankAnswer:
+        """`is_checked`: shards do not refuse it, because they have admitted another part of its request."""
+        engine, depth = self.engine, self._depth(query)
+        pool: OpenPool | ShardedPool = engine.pools[query.pool or ""]
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         ((vectors_MD, mask_M),) = await self._run(engine.contexts, [row])
-        pool_query = engine.pool_query(vectors_MD, mask_M, depth, query.rows, query.explain)
+        pool_query = engine.pool_query(
+            vectors_MD, mask_M, depth, query.rows, query.explain, is_checked
+        )
         found = await pool.search(pool_query, self.deadline, self._batcher)
         results, explained = found.results, None
         if engine.second_stage and results:
@@ -276,9 +329,9 @@ class Work:
     async def scores(self, context: Sequence[str], texts: Sequence[str]) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
         tokenized = await self._texts_to_score(context, texts)
-        with self._admit("rank", self._batches(tokenized.tokens)):
+        with self._admit(tokenized.costs):
             scores, _ = await self._score(tokenized)
-        return scores, tokenized.tokens
+        return scores, int(sum(tokenized.costs.values()))
 
     async def _texts_to_score(self, context: Sequence[str], texts: Sequence[str]) -> _TextsToScore:
         engine = self.engine
@@ -286,11 +339,12 @@ class Work:
         place_of = {text: place for place, text in enumerate(distinct_texts)}
         (context_row,) = await self._tokenize(engine.ranker.context_rows, [context])
         rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
+        costs: Costs
         if engine.has_vectors:
-            tokens = len(context_row) + sum(map(len, rows))
+            costs = {engine.contexts: len(context_row), engine.candidates: _tokens(rows)}
         else:
-            tokens = sum(pair_tokens((context_row, row)) for row in rows)
-        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], tokens)
+            costs = {engine.pairs: sum(pair_tokens((context_row, row)) for row in rows)}
+        return _TextsToScore(context_row, rows, [place_of[text] for text in texts], costs)
 
     async def _score(
         self, texts: _TextsToScore
@@ -343,17 +397,14 @@ class Work:
 
     async def _run_alone(self, stage: Stage[Row, ResultT], rows: Sequence[Row]) -> list[ResultT]:
         """Admits and computes a request that has one stage, of tokens."""
-        with self._admit(stage.name, _tokens(rows) / stage.batch_cost):
+        with self._admit({stage: _tokens(rows)}):
             return await self._run(stage, rows)
 
     async def _run(self, stage: Stage[RowT, ResultT], rows: Sequence[RowT]) -> list[ResultT]:
         return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
 
-    def _admit(self, name: str, cost: float) -> AbstractContextManager[None]:
-        return self._batcher.admit(name, cost, self.deadline, self._admission)
-
-    def _batches(self, tokens: int) -> float:
-        return tokens / self.engine.candidates.batch_cost
+    def _admit(self, costs: Costs) -> AbstractContextManager[None]:
+        return self._batcher.admit(costs, self.deadline)
 
 
 def _tokens(rows: Sequence[Row]) -> int:

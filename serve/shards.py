@@ -22,9 +22,9 @@ from pipeline.config import BadInput
 from pipeline.models.settings import read_settings
 from pipeline.pools.pool import Canary
 from pipeline.pools.shard import PoolPart
-from serve.batcher import SENDER, Admission, Batch, Batcher, all_of
+from serve.batcher import SENDER, Batch, Batcher, all_of
 from serve.follower import close_later
-from serve.pools import Masks, OpenPool, PoolAnswer, PoolQuery, search_share
+from serve.pools import Masks, OpenPool, PoolAnswer, PoolQuery, search_cost
 from serve.refusals import Refusal
 from serve.versions import RefusedPool, problem_of
 
@@ -44,8 +44,6 @@ class ShardQuery(NamedTuple):
     timeout_s: float
     """A later answer is of no use."""
     sender: str
-    is_admitted: bool
-    """Whether it belongs to a list of queries that was admitted."""
 
 
 class ShardFacts(NamedTuple):
@@ -137,9 +135,9 @@ class PoolShard:
         except (BadInput, OSError) as error:
             _log.warning("%s: cannot be opened: %s", asked.version, error)
             raise ShardUnavailable("it cannot open the version") from None
-        name, cost = f"search {pool.name}", search_share(query.top_k)
+        costs = {pool.stage: search_cost(query.top_k)}
         try:
-            with self.batcher.admit(name, cost, deadline, Admission(asked.is_admitted)):
+            with self.batcher.admit(costs, deadline, query.is_checked):
                 return await pool.search(query, deadline, self.batcher)
         except Refusal as refusal:
             return refusal
@@ -205,7 +203,7 @@ class ShardedPool:
         Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
-        asked = ShardQuery(self.uri, query, timeout_s, SENDER.get(), batcher.is_in_admitted_list)
+        asked = ShardQuery(self.uri, query, timeout_s, SENDER.get())
         answers = await all_of(
             *(self._ask(number, asked, deadline) for number in range(len(self._shards)))
         )

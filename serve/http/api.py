@@ -20,7 +20,6 @@ from torch import Tensor
 
 from serve import playground
 from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
-from serve.batcher import all_of
 from serve.engine import Engine
 from serve.http import bodies, errors, wire
 from serve.http.bearer_tokens import BearerTokens
@@ -128,15 +127,15 @@ class _Interface:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         work, began = work_of(request, self._service), time.monotonic()
         ranking_requests = body if isinstance(body, list) else [body]
-        answers = await all_of(*(work.rank(each.query()) for each in ranking_requests))
+        answers = await work.rank([each.query() for each in ranking_requests])
         for answer in answers:
             self._service.record_ranking(answer)
         milliseconds = 1000 * (time.monotonic() - began)
         responses = [functools.partial(_response, answer, milliseconds) for answer in answers]
         values = sum(map(_values, answers))
         if isinstance(body, list):
-            return await json_list(responses, values)
-        return await json_answer(responses[0], values)
+            return await json_list(work, responses, values)
+        return await json_answer(work, responses[0], values)
 
     async def classify(self, body: bodies.ClassifyRequest, request: Request) -> Response:
         """Classifies texts by intent."""
@@ -156,7 +155,7 @@ class _Interface:
             return ClassifyResponse(results, intents.artifact.fingerprint, encoder, milliseconds)
 
         most_intents = min(body.top_k, len(intents.classifier.labels))
-        return await json_answer(response, 2 * most_intents * len(body.texts))
+        return await json_answer(work, response, 2 * most_intents * len(body.texts))
 
     async def health(self) -> bodies.Health:
         """Whether the process answers. It does not wait for rankings."""

@@ -1,31 +1,34 @@
-"""Answers as JSON. Large ones are made beside the event loop, which would answer nobody meanwhile."""
+"""Answers as JSON."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Response
 from pydantic import TypeAdapter
 
-_SMALL = 2_000  # numbers or texts; they take some 2 ms
+from serve.service import Work
+
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
 
 
-async def json_answer(make: Callable[[], Any], values: int) -> Response:
+async def json_answer(work: Work, make: Callable[[], Any], values: int) -> Response:
     """What `make` returns, of some `values` numbers and texts."""
-    return Response(await _json(make, values), media_type="application/json")
+    (part,) = await _parts(work, [make], values)
+    return Response(part, media_type="application/json")
 
 
-async def json_list(makes: Sequence[Callable[[], Any]], values: int) -> Response:
-    """A list of some `values` numbers and texts. Its items are encoded one by one, because the encoder holds
-    the interpreter's lock."""
-    parts = [await _json(make, values) for make in makes]
+async def json_list(work: Work, makes: Sequence[Callable[[], Any]], values: int) -> Response:
+    """A list of some `values` numbers and texts. A large one is made item by item."""
+    parts = await _parts(work, makes, values)
     return Response(b"[%b]" % b",".join(parts), media_type="application/json")
 
 
-async def _json(make: Callable[[], Any], values: int) -> bytes:
-    if values <= _SMALL:
-        return _ANY.dump_json(make())
-    return await asyncio.to_thread(lambda: _ANY.dump_json(make()))
+async def _parts(work: Work, makes: Sequence[Callable[[], Any]], values: int) -> list[bytes]:
+    return await work.make([partial(_json, make) for make in makes], values)
+
+
+def _json(make: Callable[[], Any]) -> bytes:
+    return _ANY.dump_json(make())

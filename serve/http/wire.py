@@ -120,12 +120,14 @@ class _Formats:
 
     async def embed(self, body: bodies.EmbedRequest, request: Request) -> Response:
         """TEI's format."""
-        vectors_ND, _ = await self._encode(body, request, body.normalize is not False)
-        return await json_answer(vectors_ND.tolist, vectors_ND.numel())
+        work = self._work(body, request, self._service.champion())
+        vectors_ND, _ = await _encode(work, body, body.normalize is not False)
+        return await json_answer(work, vectors_ND.tolist, vectors_ND.numel())
 
     async def embeddings(self, body: bodies.EmbeddingsRequest, request: Request) -> Response:
         """OpenAI's format, to vectors of length 1."""
-        vectors_ND, tokens = await self._encode(body, request, body.normalized is not False)
+        work = self._work(body, request, self._service.champion())
+        vectors_ND, tokens = await _encode(work, body, body.normalized is not False)
         is_base64 = "base64" in (body.encoding_format, body.embedding_type)
         encode = _ENCODINGS["base64" if is_base64 else "float"]
 
@@ -139,11 +141,12 @@ class _Formats:
                 usage=_usage(tokens),
             )
 
-        return await json_answer(response, vectors_ND.numel())
+        return await json_answer(work, response, vectors_ND.numel())
 
     async def embed_texts(self, body: bodies.TextsEmbedRequest, request: Request) -> Response:
         """Both versions of Cohere's format, to vectors of length 1."""
-        vectors_ND, tokens = await self._encode(body, request, True)
+        work = self._work(body, request, self._service.champion())
+        vectors_ND, tokens = await _encode(work, body, True)
         meta = _meta(request, input_tokens=tokens)
         by_type = body.embedding_types is not None or meta.api_version.version == "2"
 
@@ -159,48 +162,7 @@ class _Formats:
                 meta=meta,
             )
 
-        return await json_answer(response, vectors_ND.numel())
-
-    async def _encode(
-        self,
-        body: bodies.EmbedRequest | bodies.EmbeddingsRequest | bodies.TextsEmbedRequest,
-        request: Request,
-        to_unit_length: bool,
-    ) -> tuple[Tensor, int]:
-        """(vectors [N, D] as the model scores with them, cut to `dimensions` as in its training; tokens read)
-
-        They are the champion's: clients compare vectors of several requests, and those of two models have
-        nothing in common. Raises Refusal for what this model has not.
-        """
-        work = self._work(body, request, self._service.champion())
-        ranker, texts = work.engine.ranker, body.texts
-        config = ranker.config
-        if not config.has_vectors:
-            message = (
-                "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
-            )
-            raise Refusal("invalid_request", message)
-        if body.needs_whole_texts:
-            are_contexts = body.context_field is not None
-            await _require_whole(work, body.texts_field, texts, are_contexts)
-        field = "dimensions" if body.dimensions else "output_dimension"
-        dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
-        if dimensions and dimensions > width:
-            allowed = f"at most {width}, which the model has"
-            raise _not_allowed(field, dimensions, allowed)
-        if body.context_field is None:
-            vectors_ND, tokens = await work.candidate_vectors(texts)
-        elif config.vectors_per_context == 1:
-            pairs, tokens = await work.context_vectors([[text] for text in texts])
-            vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
-        else:
-            field, value = body.context_field
-            allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
-            why = f", as contexts of this model have {config.vectors_per_context} vectors each"
-            raise _not_allowed(field, value, allowed, why)
-        if dimensions:
-            vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
-        return F.normalize(vectors_ND, dim=1) if to_unit_length else vectors_ND, tokens
+        return await json_answer(work, response, vectors_ND.numel())
 
     async def models(self) -> bodies.ModelList:
         """The model that is served, by all its names, in OpenAI's format."""
@@ -263,6 +225,46 @@ async def _score(
     if not body.raw_scores:
         scores = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
     return [(place, scores[place]) for place in order], tokens
+
+
+async def _encode(
+    work: Work,
+    body: bodies.EmbedRequest | bodies.EmbeddingsRequest | bodies.TextsEmbedRequest,
+    to_unit_length: bool,
+) -> tuple[Tensor, int]:
+    """(vectors [N, D] as the model scores with them, cut to `dimensions` as in its training; tokens read)
+
+    `work`: the champion's: clients compare vectors of several requests, and those of two models have
+    nothing in common. Raises Refusal for what this model has not.
+    """
+    ranker, texts = work.engine.ranker, body.texts
+    config = ranker.config
+    if not config.has_vectors:
+        message = (
+            "model: a cross-encoder has no vectors; allowed: /rank, and the formats that rerank"
+        )
+        raise Refusal("invalid_request", message)
+    if body.needs_whole_texts:
+        are_contexts = body.context_field is not None
+        await _require_whole(work, body.texts_field, texts, are_contexts)
+    field = "dimensions" if body.dimensions else "output_dimension"
+    dimensions, width = body.dimensions or body.output_dimension, ranker.dual.dimensions
+    if dimensions and dimensions > width:
+        allowed = f"at most {width}, which the model has"
+        raise _not_allowed(field, dimensions, allowed)
+    if body.context_field is None:
+        vectors_ND, tokens = await work.candidate_vectors(texts)
+    elif config.vectors_per_context == 1:
+        pairs, tokens = await work.context_vectors([[text] for text in texts])
+        vectors_ND = torch.cat([vectors_MD for vectors_MD, _ in pairs])
+    else:
+        field, value = body.context_field
+        allowed = {"input_type": "document", "task": "retrieval.passage"}.get(field, "none")
+        why = f", as contexts of this model have {config.vectors_per_context} vectors each"
+        raise _not_allowed(field, value, allowed, why)
+    if dimensions:
+        vectors_ND = ranker.dual.cut(vectors_ND, dimensions)
+    return F.normalize(vectors_ND, dim=1) if to_unit_length else vectors_ND, tokens
 
 
 async def _require_whole(

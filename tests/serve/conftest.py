@@ -121,7 +121,8 @@ class Asking:
         return self.answer(RankQuery(context, None, pool, top_k, **more)).results
 
     def answer(self, query: RankQuery) -> RankAnswer:
-        return run(self.service.work(time.monotonic() + 60).rank(query))
+        (answer,) = run(self.service.work(time.monotonic() + 60).rank([query]))
+        return answer
 
 
 class Clock:

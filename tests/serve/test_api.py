@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.pools.pool import Pool
 from serve import app
-from serve.batcher import SENDER, Stage
+from serve.batcher import SENDER, Batch, Stage
 from serve.http import api
 from serve.limits import Limits
 from serve.refusals import CODES, REFUSALS
@@ -112,17 +112,36 @@ def test_an_answer_of_two_stages_names_both(tiny_ranker, tiny_pool, asking):
     assert (answer["model"], answer["second_stage"]) == (model.fingerprint, None)
 
 
-def test_the_work_of_a_list_does_not_refuse_it(poly):
-    service = Service(lambda: poly.engine, max_wait_s=2.0)
-    question = {"context": CONTEXT, "candidates": [f"text {number}" for number in range(20)]}
+@pytest.mark.parametrize("source", ["candidates", "pool"])
+def test_a_list_is_admitted_by_the_work_of_all_its_parts_or_refused_at_once(
+    poly, monkeypatch, source
+):
+    """Its first part decided for all: most lists were computed in part, and then too late."""
+    batches = list[Batch]()
+    service = Service(lambda: poly.engine, 2.0, batches.append)
+    texts = [f"text {number}" for number in range(20)]
+    question = {
+        "context": CONTEXT,
+        **{"candidates": {"candidates": texts}, "pool": {"pool": "replies"}}[source],
+    }
+    stage = poly.engine.candidates if source == "candidates" else poly.engine.pools["replies"].stage
+    part_cost = (
+        sum(map(len, poly.engine.ranker.candidate_rows(texts))) if source == "candidates" else 1.05
+    )
+
+    def post(parts: int) -> httpx2.Response:
+        monkeypatch.setattr(stage.unit_s, "value", 3 / part_cost)  # a part takes 3 of its 10 s
+        return client.post("/rank", json=[question] * parts)
+
     with TestClient(api.create_app(service)) as client:
-        service.batcher._means["rank"].value = 1000.0  # each is expected to take some 20 s
-        answer = client.post("/rank", json=[question] * 5)
-        assert (answer.status_code, len(answer.json())) == (200, 5)
-        service.batcher._means["rank"].value = 1000.0  # not what the five took
+        answer = post(5)
+        assert (answer.status_code, len(answer.json())) == (200, 5), "nothing waits before it"
         SENDER.set("testclient")
-        with service.batcher.admit("rank", 0.1, time.monotonic() + 5):  # of the same sender
-            assert error_of(client.post("/rank", json=[question]), 429)["code"] == "overloaded"
+        with service.batcher.admit({stage: 0.1 * part_cost}, time.monotonic() + 5):
+            batches.clear()
+            assert error_of(post(5), 429)["code"] == "overloaded"
+            assert {batch.stage for batch in batches} <= {"tokenize"}
+            assert post(1).status_code == 200
     service.close()
 
 

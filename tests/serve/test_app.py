@@ -61,8 +61,8 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
     engine = Replica._load(replica, Versions(model.uri, model.fingerprint, (pool,)))
     engine.close()
     service.close()
-    for name in ("rank", "search replies"):
-        assert service.batcher._means[name].value > 0.0
+    for stage in (engine.contexts, engine.candidates, engine.pools["replies"].stage):
+        assert stage.unit_s.value > 0.0
     assert answers == []
 
 

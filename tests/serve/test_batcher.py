@@ -48,6 +48,12 @@ def batcher() -> Iterator[Batcher]:
 
 
 @pytest.fixture
+def unit() -> Stage:
+    """Work that is admitted and never computed."""
+    return Stage("unit", list, 1.0)
+
+
+@pytest.fixture
 def still_clock(monkeypatch) -> None:
     """No batch takes any time, so rows count by their cost."""
     now = time.monotonic()
@@ -93,7 +99,7 @@ def test_a_row_above_the_cost_of_a_batch_is_computed_alone(batcher):
 
 async def admitted(batcher: Batcher, gate: Gate, sender: str, rows: list[Any], cost: float) -> None:
     SENDER.set(sender)
-    with batcher.admit("request", cost, soon()):
+    with batcher.admit({gate.stage: cost * gate.stage.batch_cost}, soon()):
         await batcher.run(gate.stage, rows, [1] * len(rows), soon())
 
 
@@ -123,7 +129,7 @@ def test_a_request_that_was_begun_is_finished_before_later_ones_of_its_sender(ba
     stage = Stage("ordered", compute, 1)
 
     async def two_stages(name: str) -> None:
-        with batcher.admit("request", 1.0, soon()):
+        with batcher.admit({stage: 1}, soon()):
             await batcher.run(stage, [f"{name}1"], [1], soon())
             second = asyncio.ensure_future(batcher.run(stage, [f"{name}2"], [1], soon()))
             await asyncio.sleep(0)  # so that it has handed in its row
@@ -159,7 +165,7 @@ def test_a_new_sender_does_not_wait_for_the_later_stages_of_anothers_requests(ba
 
     async def ask(sender: str, name: str) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 1.0, soon()):
+        with batcher.admit({first: 1}, soon()):
             await batcher.run(first, [name], [1], soon())
             await batcher.run(second, [name], [1], soon())
 
@@ -248,54 +254,53 @@ def test_one_requests_failure_is_not_that_of_its_batch(batcher):
     assert isinstance(zero, ZeroDivisionError)
 
 
-def test_a_request_counts_before_its_rows_are_there(batcher):
+def test_a_request_counts_before_its_rows_are_there(batcher, unit):
     """They come one stage after the other: 200 clients who came at once were all let in."""
-    batcher._means["request"].value = 29.0
-    with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
+    unit.unit_s.value = 29.0
+    with batcher.admit({unit: 1}, soon()), batcher.admit({unit: 1}, soon()):
         assert batcher._waiting_s(False) == pytest.approx(58.0)
-        with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
+        with pytest.raises(Refusal), batcher.admit({unit: 1}, soon()):
             pass
     assert batcher._waiting_s(False) == 0.0
 
 
-def test_a_request_counts_as_is_measured_while_it_waits(batcher):
+def test_a_request_counts_as_is_measured_while_it_waits(batcher, unit):
     """All that came to a new replica before its first answers counted as no work."""
-    with batcher.admit("request", 1, soon()), batcher.admit("request", 1, soon()):
+    with batcher.admit({unit: 1}, soon()), batcher.admit({unit: 1}, soon()):
         assert batcher._waiting_s(False) == 0.0
-        batcher._means["request"].value = 29.0
-        batcher._sum_anew()  # as after a request
+        unit.unit_s.value = 29.0
         assert batcher._waiting_s(False) == pytest.approx(58.0)
-        with pytest.raises(Refusal), batcher.admit("request", 1, soon()):
+        with pytest.raises(Refusal), batcher.admit({unit: 1}, soon()):
             pass
 
 
-def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(batcher):
+def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(batcher, unit):
     """A refusal as overloaded would invite it to come again."""
     for waiting_s in (0.0, 100.0):
-        batcher._means["request"].value = waiting_s
-        with batcher.admit("request", 1, soon()):
+        unit.unit_s.value = waiting_s
+        with batcher.admit({unit: 1}, soon()):
             assert batcher._waiting_s(False) == waiting_s
-            over = batcher.admit("request", 1, time.monotonic())
+            over = batcher.admit({unit: 1}, time.monotonic())
             with pytest.raises(Refusal) as refused, over:
                 pass
         assert (refused.value.code, refused.value.retry_after_s) == ("too_late", 0.0)
 
 
-def test_a_request_that_would_wait_for_half_of_its_time_is_refused_at_once(batcher):
+def test_a_request_that_would_wait_for_half_of_its_time_is_refused_at_once(batcher, unit):
     """Where it could wait for all of it, it was answered after its deadline."""
-    batcher._means["request"].value = 10.0
+    unit.unit_s.value = 10.0
     now = time.monotonic()
-    with batcher.admit("request", 1, now + 25), batcher.admit("request", 1, now + 25):
-        with batcher.admit("request", 1, now + 45):  # 20 s of work come before it
+    with batcher.admit({unit: 1}, now + 25), batcher.admit({unit: 1}, now + 25):
+        with batcher.admit({unit: 1}, now + 45):  # 20 s of work come before it
             pass
-        late = batcher.admit("request", 1, now + 36)
+        late = batcher.admit({unit: 1}, now + 36)
         with pytest.raises(Refusal, match="are waiting") as refused, late:
             pass
     assert refused.value.code == "overloaded"
 
 
-def test_what_requests_took_is_what_the_next_are_expected_to_take(batcher, monkeypatch):
-    """A unit; the first one does not count."""
+def test_what_rows_took_is_what_the_next_are_expected_to_take(batcher, monkeypatch):
+    """A unit of their stage; the first batch does not count. What is computed does not wait any more."""
     monkeypatch.setattr("serve.batcher.time", clock := Clock())
     took = iter([5.0, 0.2, 0.4])
 
@@ -303,16 +308,34 @@ def test_what_requests_took_is_what_the_next_are_expected_to_take(batcher, monke
         clock.now += next(took)
         return rows
 
-    async def ask() -> None:
-        deadline = clock.now + 60
-        with batcher.admit("request", 2, deadline):
-            await batcher.run(Stage("work", work, 10), [1, 2], [1, 1], deadline)
+    stage = Stage("work", work, 10)
 
-    for _ in range(3):
-        run(ask())
-    assert batcher._means["request"].value == pytest.approx((0.2 + 0.4) / 4)
-    with batcher.admit("request", 100, clock.now + 60):
+    async def ask() -> float:
+        with batcher.admit({stage: 6}, deadline := clock.now + 60):
+            await batcher.run(stage, [1, 2], [1, 1], deadline)
+            return batcher._waiting_s(False)
+
+    left_s = [run(ask()) for _ in range(3)]
+    assert left_s == pytest.approx([0.0, 4 * 0.1, 4 * 0.15])
+    assert stage.row_cost.value == 1.0
+    with batcher.admit({stage: 100}, clock.now + 60):
         assert batcher._waiting_s(True) == pytest.approx(15.0)
+    assert batcher._waiting_s(True) == 0.0
+
+
+def test_a_list_costs_what_its_parts_cost_in_all_stages(batcher, unit):
+    """Its first part decided: others were computed, and were too late with the whole list."""
+    other = Stage("other", list, 1.0)
+    unit.unit_s.value, other.unit_s.value = 0.1, 1.0
+    now = time.monotonic()
+    with batcher.admit({unit: 1}, now + 60):
+        with batcher.admit({unit: 5, other: 4}, now + 9):
+            pass
+        with pytest.raises(Refusal) as refused, batcher.admit({unit: 5, other: 5}, now + 5):
+            pass
+        assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1.0)
+        with batcher.admit({unit: 5, other: 5}, now + 5, is_checked=True):
+            pass
 
 
 def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(batcher, monkeypatch):
@@ -331,7 +354,7 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
 
     async def ask(sender: str, rows: int) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 0.1 * rows, clock.now + 60):
+        with batcher.admit({stage: rows}, clock.now + 60):
             await batcher.run(stage, ["row"] * rows, [1] * rows, clock.now + 60)
 
     gate.opened.set()
@@ -359,7 +382,7 @@ def test_the_next_stage_of_another_sender_comes_before_more_rows_of_the_one_with
 
     async def ask(sender: str, *stages: Stage) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 0.1, soon()):
+        with batcher.admit({gate.stage: 0.3}, soon()):
             for stage in stages:
                 await batcher.run(stage, [sender], [1], soon())
 
@@ -388,7 +411,7 @@ def test_rows_count_by_the_seconds_that_they_take_not_by_their_share_of_a_batch(
 
     async def ask(sender: str, *stages: Stage) -> None:
         SENDER.set(sender)
-        with batcher.admit("request", 0.1, clock.now + 60):
+        with batcher.admit({searches: 10}, clock.now + 60):
             for stage in stages:
                 await batcher.run(stage, [f"{sender} {stage.name}"], [1], clock.now + 60)
 

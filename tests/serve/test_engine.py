@@ -229,9 +229,9 @@ def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, 
 
     async def two():
         deadline = time.monotonic() + 60
-        first = asyncio.ensure_future(service.work(deadline).rank(query))
+        first = asyncio.ensure_future(service.work(deadline).rank([query]))
         await asyncio.to_thread(entered.wait, 60)
-        second = asyncio.ensure_future(service.work(deadline).rank(query))
+        second = asyncio.ensure_future(service.work(deadline).rank([query]))
         await asyncio.sleep(0)  # so that it has handed in its context
         may_end.set()
         await asyncio.gather(first, second)
@@ -255,9 +255,11 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
 
     async def together():
         deadline = time.monotonic() + 60
-        return await asyncio.gather(*(one.service.work(deadline).rank(query) for query in queries))
+        return await asyncio.gather(
+            *(one.service.work(deadline).rank([query]) for query in queries)
+        )
 
-    for query, answer in zip(queries, run(together()), strict=True):
+    for query, (answer,) in zip(queries, run(together()), strict=True):
         alone = one.answer(query).results
         assert [found.id for found in answer.results] == [found.id for found in alone]
         expected = [found.score for found in alone]

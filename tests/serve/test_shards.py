@@ -113,15 +113,18 @@ def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
 
 
 def test_the_work_of_a_list_does_not_refuse_it_in_a_shard(shards, sharded):
-    for one in shards:
-        one.shard.batcher._means["search replies"].value = 5000.0
+    one = sharded()
+    times = [pool.stage.unit_s for each in shards for pool in each.shard._open_pools.values()]
+    assert times
+    for unit_s in times:
+        unit_s.value = 5000.0
     question = {"context": CONTEXT, "pool": "replies", "top_k": 2}
     try:
-        with TestClient(api.create_app(sharded().service)) as client:
+        with TestClient(api.create_app(one.service)) as client:
             answer = client.post("/rank", json=[question] * 5)
     finally:
-        for one in shards:
-            one.shard.batcher._means.clear()
+        for unit_s in times:
+            unit_s.value = 0.0
     assert (answer.status_code, len(answer.json())) == (200, 5)
 
 
@@ -255,7 +258,7 @@ def test_if_one_shard_refuses_the_others_do_not_search_on(model, version):
     async def ask():
         with pytest.raises(Refusal, match="Too much is waiting"):
             await one.service.work(time.monotonic() + 60).rank(
-                RankQuery(CONTEXT, None, "replies", 3)
+                [RankQuery(CONTEXT, None, "replies", 3)]
             )
         return shards[1].was_cancelled
 
