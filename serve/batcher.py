@@ -1,7 +1,9 @@
 """Computes the rows of all requests in batches, on one thread. No HTTP, no Ray.
 
 A request is admitted, and then hands in rows stage by stage: contexts to encode, pairs to score, searches of
-a pool. The thread never waits for a batch to fill: rows that arrive during a batch form the next one.
+a pool. The thread never waits for a batch to fill: rows that arrive during a batch form the next one. Where a
+stage needs only the results of the stage before, the thread goes on with it, without the event loop, which
+may be busy.
 
 Order: each sender has two queues, one for interactive requests and one for bulk requests, whose work is
 more than a batch. Each queue is first come, first served: a request that was begun is finished, stage by
@@ -33,7 +35,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from serve import tracing
 from serve.demand import Demand
@@ -56,9 +58,6 @@ _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes
 _SHORT_BATCH_S = 0.03
 """What a batch takes at most, about, while one sender asks for most and others are there: a row that arrives
 waits for the end of a batch."""
-_NEXT_STAGE_S = 0.01
-"""For which the thread waits, in that case, for the next stage of a request of another sender: its rows come
-once the event loop has run, and a batch of the first sender's rows would be computed meanwhile."""
 _MOST_FAILURES = 5
 """After so many failed batches of a stage in a row the batcher counts as failing, as after an error of CUDA,
 which stays."""
@@ -98,6 +97,14 @@ class Stage(Generic[RowT, ResultT]):
     """Seconds of a unit of cost."""
     row_cost: _Mean = field(default_factory=_Mean)
     """The cost of the rows of a batch."""
+
+
+class Step(NamedTuple):
+    """A further stage of a request."""
+
+    stage: Stage[Any, Any]
+    rows: Callable[[list[Any]], Sequence[Any]]
+    """The results of the stage before to the rows of this one, at least one; called by the thread."""
 
 
 Costs = Mapping[Stage[Any, Any], float]
@@ -152,10 +159,6 @@ class _Request:
     queue: _Queue
     costs: dict[Stage[Any, Any], float] = field(default_factory=dict)
     """Its work that is left."""
-    is_open: bool = False
-    """Whether it is admitted and not answered."""
-    rows: int = 0
-    """Those that wait."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of admission."""
 
@@ -190,6 +193,9 @@ class _Call:
     """Rows that are in a batch, or were."""
     results: list[Any] = field(default_factory=list)
     """Of the first rows; batches take them in order."""
+    then: Sequence[Step] = ()
+    computed: list[tuple[_Call, float]] = field(default_factory=list)
+    """The steps of the request by now, and when they ended."""
 
 
 _Heap = list[tuple[int, int, _Call]]
@@ -337,18 +343,16 @@ class Batcher:
             queue.requests += 1
             for stage, cost in costs.items():
                 queue.costs[stage] = queue.costs.get(stage, 0.0) + cost
-        request = _Request(queue, dict(costs), is_open=True)
+        request = _Request(queue, dict(costs))
         _request.set(request)
         try:
             yield
         finally:
             with self._changed:
-                request.is_open = False
                 request.spend(dict(request.costs))
                 queue.requests -= 1
                 if not queue.requests:
                     self._queues.pop(key, None)
-                self._changed.notify()  # the thread may wait for this request's next stage
 
     async def run(
         self,
@@ -356,33 +360,39 @@ class Batcher:
         rows: Sequence[RowT],
         costs: Sequence[float],
         deadline: float,
-    ) -> list[ResultT]:
-        """The rows' results, in order. Raises Refusal (too_late) when the deadline passes."""
+        *then: Step,
+    ) -> list[Any]:
+        """The rows' results, in order, or those of the last step. Raises Refusal (too_late) when the deadline
+        passes."""
         if not rows:
             return []
         if (left_s := deadline - time.monotonic()) <= 0:
             raise Refusal("too_late")
         request = _request.get() or _Request(_Queue(SENDER.get(), False))
-        since, queue = time.monotonic(), request.queue
-        call = _Call(stage, rows, costs, request, asyncio.get_running_loop().create_future(), since)
-        with self._changed:
-            if not queue.rows:
-                queue.finish = max(self._finish, queue.finish)
-            queue.rows += len(rows)
-            request.rows += len(rows)
-            heap = self._calls.setdefault((stage, queue.factor), {}).setdefault(queue, [])
-            heapq.heappush(heap, (request.number, next(self._numbers), call))
-            self._changed.notify()
+        future = asyncio.get_running_loop().create_future()
+        call = _Call(stage, rows, costs, request, future, time.monotonic(), then=then)
+        self._hand_in(call)
         try:
             async with asyncio.timeout(left_s) as timer:
-                results = await call.future
-            tracing.record("queue", since, call.began, stage=stage.name)
-            tracing.record(stage.name, call.began, time.monotonic(), rows=len(rows))
+                results: list[Any] = await future
+            for step, ended in call.computed:
+                tracing.record("queue", step.since, step.began, stage=step.stage.name)
+                tracing.record(step.stage.name, step.began, ended, rows=len(step.rows))
             return results
         except TimeoutError:
             if timer.expired():
                 raise Refusal("too_late") from None
             raise
+
+    def _hand_in(self, call: _Call) -> None:
+        queue = call.request.queue
+        with self._changed:
+            if not queue.rows:
+                queue.finish = max(self._finish, queue.finish)
+            queue.rows += len(call.rows)
+            heap = self._calls.setdefault((call.stage, queue.factor), {}).setdefault(queue, [])
+            heapq.heappush(heap, (call.request.number, next(self._numbers), call))
+            self._changed.notify()
 
     def _work(self) -> None:
         lower_priority()
@@ -392,25 +402,13 @@ class Batcher:
                     self._changed.wait()
                 if self._closed:
                     return
-                batch, dominant = self._next_batch()
+                batch = self._next_batch()
             if batch:
                 self._compute(batch)
                 self._busy_since = None
-                if dominant:
-                    self._wait_for_next_stages(
-                        {call.request for call, _ in batch if call.request.queue.sender != dominant}
-                    )
 
-    def _wait_for_next_stages(self, requests: set[_Request]) -> None:
-        """Until each has rows, or has ended."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(request.rows or not request.is_open for request in requests),
-                _NEXT_STAGE_S,
-            )
-
-    def _next_batch(self) -> tuple[_Batch, str | None]:
-        """The row that is next, and others of its stage; the sender that asks for most.
+    def _next_batch(self) -> _Batch:
+        """The row that is next, and others of its stage.
 
         Rows that nobody waits for any more are dropped.
         Rows of bulk requests do not fill a batch of interactive ones, which would take longer by them.
@@ -441,14 +439,13 @@ class Batcher:
                 queue.finish += row_cost * unit_s * queue.factor
             call.taken += taken
             queue.rows -= taken
-            call.request.rows -= taken
             if taken == rows_left:
                 heapq.heappop(heaps[queue])
                 if not heaps[queue]:
                     del heaps[queue]
         if not heaps:  # also of stages of models that are no longer served
             del self._calls[together]
-        return batch, dominant
+        return batch
 
     def _compute(self, batch: _Batch) -> None:
         """`batch`: of one stage."""
@@ -477,12 +474,34 @@ class Batcher:
         for (call, _), result in zip(batch, results, strict=True):
             call.results.append(result)
             if len(call.results) == len(call.rows):
-                finished_calls[call.future.get_loop()].append(call)
+                call.computed.append((call, time.monotonic()))
+                if not self._go_on(call):
+                    finished_calls[call.future.get_loop()].append(call)
         with self._changed:
             for call, place in batch:
                 call.request.spend({stage: call.costs[place]})
         for loop, calls in finished_calls.items():
             _deliver(loop, calls)
+
+    def _go_on(self, call: _Call) -> bool:
+        """Hands in the rows of the call's next step. Whether there is one."""
+        if not call.then or call.future.done():
+            return False
+        (stage, rows_of), *then = call.then
+        try:
+            rows = rows_of(call.results)
+            costs = list(map(stage.cost, rows))
+        except Exception as error:
+            _deliver(call.future.get_loop(), [call], error)
+        else:
+            now, (request, future, computed) = (
+                time.monotonic(),
+                (call.request, call.future, call.computed),
+            )
+            self._hand_in(
+                _Call(stage, rows, costs, request, future, now, then=then, computed=computed)
+            )
+        return True
 
     def _compute_apart(self, batch: _Batch, error: Exception) -> None:
         """Computes a failed batch again, request by request, so one bad request does not fail the others."""

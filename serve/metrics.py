@@ -72,7 +72,7 @@ class Metrics:
             ("of",),
         )
         self._requests = Gauge(
-            "polyrank_requests", "Requests admitted and not answered; of a list each."
+            "polyrank_requests", "Requests admitted and not answered; a list is one."
         )
         self._waiting_rows = Gauge("polyrank_waiting_rows", "Rows that wait for a batch.")
         self.load_seconds = Gauge(

@@ -142,15 +142,18 @@ class OpenPool:
     async def search(self, query: PoolQuery, deadline: float, batcher: Batcher) -> PoolAnswer:
         """The best rows, with their places in the whole pool. Raises BadInput for a column that the pool does
         not keep, and Refusal (too_late)."""
-        if not self.rows:
-            return PoolAnswer([], True)
-        row_mask = await self._masks.allowed_rows(self.pool, query.rows)
-        row = (query, row_mask)
+        row = (query, await self.mask(query.rows))
         (answer,) = await batcher.run(self.stage, [row], [_cost(row)], deadline)
-        return answer
+        return answer  # type: ignore[no-any-return]
+
+    async def mask(self, rows: RowFilter) -> Bools | None:
+        """As `Masks.allowed_rows`."""
+        return await self._masks.allowed_rows(self.pool, rows) if self.rows else None
 
     def _search(self, queries: Sequence[tuple[PoolQuery, Bools | None]]) -> list[PoolAnswer]:
         """Queries with the same filter share their passes over the pool."""
+        if not self.rows:
+            return [PoolAnswer([], True)] * len(queries)
         answers: dict[int, PoolAnswer] = {}
         by_filter: dict[tuple[Attention, int], list[int]] = defaultdict(list)
         for place, (query, row_mask) in enumerate(queries):

@@ -24,10 +24,10 @@ from pipeline.models.inference import Explained
 from pipeline.models.truncation import longer_candidates, longer_contexts
 from pipeline.ranking.results import Result, best_results
 from serve import tracing
-from serve.batcher import SENDER, Batch, Batcher, Costs, Stage, all_of
+from serve.batcher import SENDER, Batch, Batcher, Costs, Stage, Step, all_of
 from serve.engine import Engine, ExplainableRanking, Row, SecondStage, pair_tokens
 from serve.intents import Intents
-from serve.pools import ALL_ROWS, OpenPool, RowFilter, search_cost
+from serve.pools import ALL_ROWS, OpenPool, PoolQuery, RowFilter, search_cost
 from serve.refusals import Refusal
 from serve.shards import ShardedPool
 
@@ -278,11 +278,20 @@ class Work:
         engine, depth = self.engine, self._depth(query)
         pool: OpenPool | ShardedPool = engine.pools[query.pool or ""]
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
-        ((vectors_MD, mask_M),) = await self._run(engine.contexts, [row])
-        pool_query = engine.pool_query(
-            vectors_MD, mask_M, depth, query.rows, query.explain, is_checked
-        )
-        found = await pool.search(pool_query, self.deadline, self._batcher)
+        encoded: list[tuple[Tensor, Tensor]] = []
+
+        def pool_query(results: list[tuple[Tensor, Tensor]]) -> PoolQuery:
+            encoded.extend(results)
+            return engine.pool_query(*results[0], depth, query.rows, query.explain, is_checked)
+
+        if isinstance(pool, OpenPool):
+            row_mask = await pool.mask(query.rows)
+            search = Step(pool.stage, lambda results: [(pool_query(results), row_mask)])
+            (found,) = await self._run(engine.contexts, [row], search)
+        else:
+            results = await self._run(engine.contexts, [row])
+            found = await pool.search(pool_query(results), self.deadline)
+        ((vectors_MD, mask_M),) = encoded
         results, explained = found.results, None
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results)
@@ -353,13 +362,19 @@ class Work:
         those of the distinct texts [C, D]."""
         engine, vectors = self.engine, None
         if engine.has_vectors:
-            encoded: list[Any] = await all_of(
-                self._run(engine.contexts, [texts.context_row]),
-                self._run(engine.candidates, texts.rows),
-            )
-            ((vectors_MD, mask_M),), vectors_C = encoded
-            vectors = (vectors_MD, mask_M, torch.stack(vectors_C))
-            (scores,) = await self._run(engine.scores, [vectors])
+            encoded: list[Any] = []
+
+            def candidate_rows(contexts: list[tuple[Tensor, Tensor]]) -> Sequence[Row]:
+                encoded.extend(contexts[0])
+                return texts.rows
+
+            def ranking(vectors_C: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+                encoded.append(torch.stack(vectors_C))
+                return [tuple(encoded)]
+
+            steps = Step(engine.candidates, candidate_rows), Step(engine.scores, ranking)
+            (scores,) = await self._run(engine.contexts, [texts.context_row], *steps)
+            vectors = tuple(encoded)
         else:
             scores = await self._run(engine.pairs, [(texts.context_row, row) for row in texts.rows])
         return [scores[place] for place in texts.places], vectors
@@ -400,8 +415,11 @@ class Work:
         with self._admit({stage: _tokens(rows)}):
             return await self._run(stage, rows)
 
-    async def _run(self, stage: Stage[RowT, ResultT], rows: Sequence[RowT]) -> list[ResultT]:
-        return await self._batcher.run(stage, rows, list(map(stage.cost, rows)), self.deadline)
+    async def _run(
+        self, stage: Stage[RowT, ResultT], rows: Sequence[RowT], *then: Step
+    ) -> list[Any]:
+        costs = list(map(stage.cost, rows))
+        return await self._batcher.run(stage, rows, costs, self.deadline, *then)
 
     def _admit(self, costs: Costs) -> AbstractContextManager[None]:
         return self._batcher.admit(costs, self.deadline)

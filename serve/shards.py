@@ -197,8 +197,8 @@ class ShardedPool:
         self.name, self.version = self.description["name"], self.description["version"]
         self.rows: int = self.description["candidates"]
 
-    async def search(self, query: PoolQuery, deadline: float, batcher: Batcher) -> PoolAnswer:
-        """The best rows of all shards. Deadlines are of `time.monotonic`. `batcher`: of the ranker's replica.
+    async def search(self, query: PoolQuery, deadline: float) -> PoolAnswer:
+        """The best rows of all shards. Deadlines are of `time.monotonic`.
 
         Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """

@@ -19,7 +19,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from torch import Tensor
 
 from serve import playground
-from serve.answers import Classification, ClassifyResponse, Explanation, Intent, Result
+from serve.answers import Classification, ClassifyResponse, Explanation, Intent
 from serve.engine import Engine
 from serve.http import bodies, errors, wire
 from serve.http.bearer_tokens import BearerTokens
@@ -179,7 +179,9 @@ def _values(answer: RankAnswer) -> int:
     return 10 * len(answer.results) + weights
 
 
-def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
+def _response(answer: RankAnswer, milliseconds: float) -> dict[str, Any]:
+    """A `bodies.RankResponse`. As dictionaries, because pydantic's checks of a thousand results would take
+    twice as long as their JSON."""
     explained, explanation, pool = answer.explained, None, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
@@ -192,19 +194,26 @@ def _response(answer: RankAnswer, milliseconds: float) -> bodies.RankResponse:
         )
     known_contexts = answer.known_contexts or [None] * len(answer.results)
     results = zip(answer.results, known_contexts, weights, strict=True)
-    return bodies.RankResponse(
-        results=[
-            Result(result.id, result.text, result.score, dict(result.columns), known, row)
+    return {
+        "results": [
+            {
+                "id": result.id,
+                "text": result.text,
+                "score": result.score,
+                "columns": result.columns,
+                "known_context": known,
+                "weights": row,
+            }
             for result, known, row in results
         ],
-        certified=answer.certified,
-        model=answer.engine.model.fingerprint,
-        second_stage=answer.second_stage,
-        pool=pool,
-        context_tokens=answer.context_tokens,
-        milliseconds=round(milliseconds, 3),
-        explanation=explanation,
-    )
+        "certified": answer.certified,
+        "model": answer.engine.model.fingerprint,
+        "second_stage": answer.second_stage,
+        "pool": pool,
+        "context_tokens": answer.context_tokens,
+        "milliseconds": round(milliseconds, 3),
+        "explanation": explanation,
+    }
 
 
 def _rounded(weights: Tensor) -> list[list[float]]:

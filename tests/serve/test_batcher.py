@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.batcher import SENDER, Batch, Batcher, Stage, all_of
+from serve.batcher import SENDER, Batch, Batcher, Stage, Step, all_of
 from serve.pools import ENTRY_BYTES, Masks, RowFilter
 from serve.refusals import Refusal
 
@@ -372,21 +372,46 @@ def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(bat
     assert sizes == [1, 3, 3, 3, 1], "the one row is not computed together with the many"
 
 
-def test_the_next_stage_of_another_sender_comes_before_more_rows_of_the_one_with_most(
-    batcher, monkeypatch
-):
-    """The thread waits for it, and no longer than until the request is answered: else this takes a minute."""
-    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
-    gate = Gate(cost=3)
-    second = Stage("second", gate.stage.run, 3)
+def test_a_further_step_needs_no_event_loop(batcher):
+    """Under load the loop was busy, and the thread computed rows of others meanwhile."""
+    is_done = threading.Event()
 
-    async def ask(sender: str, *stages: Stage) -> None:
+    def join(rows: list[str]) -> list[str]:
+        is_done.set()
+        return [f"<{row}>" for row in rows]
+
+    upper = Stage("upper", lambda rows: [row.upper() for row in rows], 1)
+    steps = Step(Stage("join", join, 10), lambda results: ["-".join(results), "end"])
+
+    async def ask() -> list[str]:
+        asking = asyncio.ensure_future(batcher.run(upper, ["a", "b"], [1, 1], soon(), steps))
+        await asyncio.sleep(0)  # so that it has handed in its rows
+        assert is_done.wait(60)  # the event loop is busy
+        return await asking
+
+    assert run(ask()) == ["<A-B>", "<end>"]
+
+
+def test_an_error_before_a_further_step_is_that_of_its_request(batcher):
+    def fail(results: list[int]) -> list[int]:
+        raise ValueError("no rows")
+
+    same = Stage("same", lambda rows: rows, 1)
+    with pytest.raises(ValueError, match="no rows"):
+        run(batcher.run(same, [1], [1], soon(), Step(same, fail)))
+    assert run(batcher.run(same, [1], [1], soon())) == [1]
+
+
+def test_the_next_step_of_another_sender_comes_before_more_rows_of_the_one_with_most(batcher):
+    gate = Gate(cost=3)
+    second = Step(Stage("second", gate.stage.run, 3, lambda row: 1), lambda results: ["few"])
+
+    async def ask(sender: str, *then: Step) -> None:
         SENDER.set(sender)
         with batcher.admit({gate.stage: 0.3}, soon()):
-            for stage in stages:
-                await batcher.run(stage, [sender], [1], soon())
+            await batcher.run(gate.stage, [sender], [1], soon(), *then)
 
-    few, many = ask("few", gate.stage, second), [ask("many", gate.stage) for _ in range(9)]
+    few, many = ask("few", second), [ask("many") for _ in range(9)]
     assert run(behind(gate, batcher, lambda: [*many, few])) == [None] * 10
     three = ["many"] * 3
     assert gate.batches == [["first"], ["many", "few", "many"], ["few"], three, three, ["many"]]
@@ -397,7 +422,6 @@ def test_rows_count_by_the_seconds_that_they_take_not_by_their_share_of_a_batch(
 ):
     """A context of a tenth of a second is half of a batch, and a search of 0.3 s a hundredth."""
     monkeypatch.setattr("serve.batcher.time", clock := Clock())
-    monkeypatch.setattr("serve.batcher._NEXT_STAGE_S", 60.0)
     order: list[str] = []
 
     def compute(seconds: float, rows: list[str]) -> list[str]:
@@ -406,14 +430,16 @@ def test_rows_count_by_the_seconds_that_they_take_not_by_their_share_of_a_batch(
         return rows
 
     contexts = Stage("contexts", partial(compute, 0.1), 2)
-    searches = Stage("searches", partial(compute, 0.3), 100)
+    searches = Stage("searches", partial(compute, 0.3), 100, lambda row: 1)
     gate = Gate()
 
-    async def ask(sender: str, *stages: Stage) -> None:
+    async def ask(sender: str, stage: Stage, *then: Stage) -> None:
         SENDER.set(sender)
+        steps = [
+            Step(each, partial(lambda row, _: [row], f"{sender} {each.name}")) for each in then
+        ]
         with batcher.admit({searches: 10}, clock.now + 60):
-            for stage in stages:
-                await batcher.run(stage, [f"{sender} {stage.name}"], [1], clock.now + 60)
+            await batcher.run(stage, [f"{sender} {stage.name}"], [1], clock.now + 60, *steps)
 
     for _ in range(3):  # so that the seconds are known
         run(ask("many", contexts, searches))
