@@ -332,8 +332,8 @@ class Work:
         self, row: Row, vectors_MD: Tensor, mask_M: Tensor, best_KD: Tensor
     ) -> Explained:
         ranking = ExplainableRanking(row, vectors_MD, mask_M, best_KD)
-        (explained,) = await self._run(self.engine.explanations, [ranking])
-        return explained
+        explained: list[Explained] = await self._run(self.engine.explanations, [ranking])
+        return explained[0]
 
     async def scores(self, context: Sequence[str], texts: Sequence[str]) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
