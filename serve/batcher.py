@@ -55,7 +55,7 @@ seconds of work would fill them all, and the requests of other senders would wai
 _NICENESS_STEP = 10
 _NOTHING = 1e-6  # of a batch
 _OVERDUE_S = 30.0  # no batch takes so long: a pass over the largest pools takes some 5 s
-_SHORT_BATCH_S = 0.03
+_SHORT_BATCH_S = 0.01
 """What a batch takes at most, about, while one sender asks for most and others are there: a row that arrives
 waits for the end of a batch."""
 _MOST_FAILURES = 5

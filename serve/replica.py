@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 30.0  # the decider may have to list an object store
 _REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
+_SWITCH_S = 0.0005
 _OPEN_S = 600.0  # a shard may have to download its part first
 
 _log = logging.getLogger("polyrank.serve")
@@ -49,6 +51,9 @@ class Replica:
     def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        # The model's operations give up the interpreter's lock, and each waits for it while an event loop is
+        # busy: by default for 5 ms, and a short request has dozens of operations.
+        sys.setswitchinterval(_SWITCH_S)
         log_to_stderr()
         tracing.install()
         self._args = args

@@ -339,14 +339,14 @@ def test_a_list_costs_what_its_parts_cost_in_all_stages(batcher, unit):
 
 
 def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(batcher, monkeypatch):
-    """Ten milliseconds a row, so three rows are 30 ms; two senders of as many rows share long batches."""
+    """3.3 milliseconds a row, so three rows are 10 ms; two senders of as many rows share long batches."""
     monkeypatch.setattr("serve.batcher.time", clock := Clock())
     gate = Gate()
     sizes = list[int]()
 
     def work(rows: list[str]) -> list[str]:
         assert gate.opened.wait(60)
-        clock.now += 0.01 * len(rows)
+        clock.now += 0.0033 * len(rows)
         sizes.append(len(rows))
         return rows
 
