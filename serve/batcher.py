@@ -48,7 +48,7 @@ _WAITING_SHARE = 0.5
 """The part of a request's time for which it may wait. With 1.0 the requests of a client that asked too often
 ended after their deadlines: of 600 that could be computed in time 100 were."""
 _LOAD_STAYS_S = 1.0
-"""After a refusal so much is expected to come for so long that other senders always have work."""
+"""After a refusal its sender is expected to have more such work for so long."""
 _MOST_OF_A_SENDER = 400
 """Requests of a sender that may wait. A replica has 512 places (`max_ongoing_requests`). With a fast model 2
 seconds of work would fill them all, and the requests of other senders would wait for a place."""
@@ -145,6 +145,8 @@ class _Queue:
     """Those that are admitted."""
     costs: dict[Stage[Any, Any], float] = field(default_factory=dict)
     """The admitted work that is left."""
+    refused_at: float = -math.inf
+    """When a request of this sender and class was refused last."""
 
     @property
     def factor(self) -> float:
@@ -250,7 +252,6 @@ class Batcher:
         self._finish = 0.0  # of the queue that was computed last, before that
         self._queues: dict[tuple[str, bool], _Queue] = {}
         self._demand = Demand()
-        self._refused_at = -math.inf  # when a request was refused last
         self._closed = False
         self._failures: dict[str, int] = {}  # in a row, by stage
         self._busy_since: float | None = None
@@ -287,16 +288,18 @@ class Batcher:
         """Whether the latest batches of a stage failed: by requests that cannot be computed, or all do."""
         return max(list(self._failures.values()), default=0) >= _MOST_FAILURES
 
-    def _waiting_s(self, is_bulk: bool, own_s: float = 0.0, load_stays: bool = False) -> float:
+    def _waiting_s(
+        self, is_bulk: bool, own_s: float = 0.0, refused_since: float = math.inf
+    ) -> float:
         """Seconds of others' work before the end of a new request of this sender, which itself takes `own_s`.
         While its own queue is computed for a second, another one is for 1, 4 or 0.25 s, until its work is
-        done. `load_stays`: more comes until then."""
+        done. To one that was refused since `refused_since`, more comes until then."""
         key = SENDER.get(), is_bulk
         own = self._queues.get(key) or _Queue(*key)
         before_s = _seconds(own.costs)
         return before_s + sum(
             min(
-                math.inf if load_stays else _seconds(queue.costs),
+                math.inf if queue.refused_at > refused_since else _seconds(queue.costs),
                 (before_s + own_s) * own.factor / queue.factor,
             )
             for queue in list(self._queues.values())
@@ -313,14 +316,14 @@ class Batcher:
             message = f"{queue.requests} requests of this sender are waiting"
             return Refusal("overloaded", message, retry_after_s=1.0)
         waiting_s = self._waiting_s(is_bulk, own_s)
-        load_stays = now - self._refused_at < _LOAD_STAYS_S
         # With nothing before it a request is computed, or an estimate that is too high would never change.
         ends_in_time = (
-            not waiting_s or self._waiting_s(is_bulk, own_s, load_stays) + own_s <= left_s
+            not waiting_s or self._waiting_s(is_bulk, own_s, now - _LOAD_STAYS_S) + own_s <= left_s
         )
         if ends_in_time and waiting_s <= min(self._max_wait_s, left_s * _WAITING_SHARE):
             return None
-        self._refused_at = now
+        if queue is not None:
+            queue.refused_at = now
         message = f"{waiting_s:.1f} s of work are waiting"
         return Refusal("overloaded", message, retry_after_s=max(1.0, waiting_s))
 

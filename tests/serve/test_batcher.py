@@ -338,6 +338,21 @@ def test_a_list_costs_what_its_parts_cost_in_all_stages(batcher, unit):
             pass
 
 
+def test_a_refused_list_does_not_let_more_of_others_be_expected(batcher, unit):
+    """All lists that came together with a small request of another sender were refused after the first."""
+    unit.unit_s.value = 1.0
+    now = time.monotonic()
+    SENDER.set("few")
+    with batcher.admit({unit: 0.1}, now + 60):
+        SENDER.set("many")
+        assert batcher.refusal(now + 10, {unit: 20}) is not None
+        assert batcher.refusal(now + 10, {unit: 4}) is None
+        SENDER.set("few")
+        assert batcher.refusal(now + 0.15) is not None  # of which more is expected
+        SENDER.set("many")
+        assert batcher.refusal(now + 10, {unit: 4}) is not None
+
+
 def test_a_sender_of_most_rows_gets_short_batches_while_another_one_is_there(batcher, monkeypatch):
     """3.3 milliseconds a row, so three rows are 10 ms; two senders of as many rows share long batches."""
     monkeypatch.setattr("serve.batcher.time", clock := Clock())
