@@ -49,6 +49,7 @@ _SCORED_ROWS, _LEAST_SCORED, _MOST_SCORED, _SCORED_PRODUCTS = 1024, 128, 8192, 1
 _EXACT_ROWS = 256  # in float64
 _OPEN_ROWS = 1 << 12
 _SEEDS = 256
+_NO_REACH = np.float32(-np.inf)
 _METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
 FORMS: dict[Method, tuple[Form, ...]] = {"exact": ("scores", "vectors"), "pruned": ("sketch",)}
 _ALL: tuple[Form, ...] = get_args(Form)
@@ -142,37 +143,40 @@ def top_rows(
         raise BadInput(f"among: shape {among.shape} of {among.dtype} is not allowed; allowed: {(len(pool),)} "
                        "of bool, as filters.select makes it")  # fmt: skip
     allowed_count = len(pool) if among is None else int(among.sum())
-    scale = _scale(pool, attention)
-    tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
+    task = _Task(top_k, _scale(pool, attention), among)
     count = min(top_k, allowed_count)
-    best: dict[int, tuple[Ints, Floats]] = {}
-    todo = tops
+    best: dict[int, _Rows] = {}
+    """By the number of the context."""
+    certified_Q = np.ones(len(contexts), bool)
+    reaches = [_NO_REACH] * len(contexts)
     if pool.on_device is not None and method in ("auto", "exact"):
         most = np.asarray(vectors_QMD).shape[1]
-        found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
-        for number, places in found:  # float64 decides while the device scores for the next ones
-            tops[number].take_few(places)
-            tops[number].certified = True
-            best[number] = tops[number].best()
-        todo = []
+        reaching = device.reaching_rows(pool.on_device, contexts, most, top_k, task.scale, among)
+        for number, places in reaching:  # float64 decides while the device scores for the next ones
+            best[number] = _TopK(pool, contexts[number], task).best_of_few(places)
     elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
-        for top in tops:
+        for number, context in enumerate(contexts):
+            top = _TopK(pool, context, task)
             top.take(np.flatnonzero(among))
-            top.certified = True
-        todo = []
+            best[number] = top.best()
     elif method in PREFILTERS:
-        for top in tops:
-            places = PREFILTERS[method](pool, top.vectors_MD, top_k)
+        for number, context in enumerate(contexts):
+            top, places = _TopK(pool, context, task), PREFILTERS[method](pool, context, top_k)
             top.take(places if among is None else places[among[places]])
-        # Fewer than were asked for are no answer.
-        todo = [top for top in tops if certify or len(top) < count]
+            if not certify and len(top) >= count:  # fewer than were asked for are no answer
+                best[number], certified_Q[number] = top.best(), False
+            reaches[number] = top.reach
+    todo = [number for number in range(len(contexts)) if number not in best]
     for start in range(0, len(todo), _CONTEXTS):
-        _scan_pool(pool, todo[start : start + _CONTEXTS], method)
-    ordered = [best[n] if n in best else top.best() for n, top in enumerate(tops)]
+        numbers = todo[start : start + _CONTEXTS]
+        part = [contexts[number] for number in numbers]
+        found = _scan_pool(pool, part, task, method, [reaches[number] for number in numbers])
+        best.update(zip(numbers, found, strict=True))
+    rows = [best[number] for number in range(len(contexts))]
     return TopRows(
-        np.array([places for places, _ in ordered], np.int64).reshape(len(tops), count),
-        np.array([scores for _, scores in ordered], np.float32).reshape(len(tops), count),
-        np.array([top.certified for top in tops], bool),
+        np.array([places for places, _ in rows], np.int64).reshape(len(rows), count),
+        np.array([scores for _, scores in rows], np.float32).reshape(len(rows), count),
+        certified_Q,
     )
 
 
@@ -217,53 +221,58 @@ def _floats(vectors: Floats) -> Floats:
                        "for those with fewer vectors") from None  # fmt: skip
 
 
+_Rows = tuple[Ints, Floats]
+"""The best rows of a context: places and scores."""
+
+
+class _Task(NamedTuple):
+    """What is asked for each context."""
+
+    top_k: int
+    scale: float
+    """β: the factor of the products in the softmax."""
+    among: Bools | None
+
+
 class _TopK:
     """The best rows found so far for one context."""
 
     def __init__(
-        self, pool: Pool, vectors_MD: Floats, top_k: int, scale: float, among: Bools | None
+        self, pool: Pool, vectors_MD: Floats, task: _Task, reach: np.float32 = _NO_REACH
     ) -> None:
-        self.vectors_MD = vectors_MD
-        self.certified = False
-        self.answer: tuple[Ints, Floats] | None = None
-        """What `best` returns, where that is known already."""
-        self.top_k, self.scale, self.among = top_k, scale, among
+        self.vectors_MD, self.task = vectors_MD, task
         self._pool = pool
         self._places: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
-        self.reach = np.float32(-np.inf)
+        self.reach = reach
         """No row with a lower score, or bound, belongs to the top k."""
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        return scorer([self.vectors_MD], self.scale, self._pool.longest)
+        return scorer([self.vectors_MD], self.task.scale, self._pool.longest)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def take_few(self, places: Ints) -> None:
-        """Considers rows that may all be among the best, and none of those before: float64 decides."""
-        if len(places) > _SCORED_ROWS:
-            self.take(places)
-        else:
-            self._places = places
+    def best_of_few(self, places: Ints) -> _Rows:
+        """The best of rows that may all be among the best, where none was considered before."""
+        if len(places) <= _SCORED_ROWS:
+            return _best(self._pool, np.sort(places), self.vectors_MD, self.task)
+        self.take(places)
+        return self.best()
 
     def take(self, places: Ints) -> None:
         """Considers rows that were not considered before."""
         places = np.sort(places)
         scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
-        self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
-
-    def restart(self) -> None:
-        """Considers no row so far, but knows what is too low for the top k."""
-        self._places, self._scores = self._places[:0], self._scores[:0]
+        self._add(places, _joined(scores))
 
     def take_section(self, start: int, bounds_N: Floats) -> None:
         """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
-        if self.among is not None:
-            bounds_N[~self.among[start : start + len(bounds_N)]] = -np.inf
+        if (among := self.task.among) is not None:
+            bounds_N[~among[start : start + len(bounds_N)]] = -np.inf
         if not self.reach > -np.inf:
-            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self.top_k))
+            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self.task.top_k))
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
             self.take(seeds + start)
             bounds_N[seeds] = -np.inf
@@ -274,24 +283,9 @@ class _TopK:
             part = part[~(bounds_N[part] < self.reach)]
             self.take(part + start)
 
-    def best(self) -> tuple[Ints, Floats]:
-        """(places, scores) of the top k, best first; ties by id."""
-        return self.answer or self.best_of(np.sort(self._places), in_parallel)
-
-    def best_of(self, places: Ints, share: Callable[..., Any]) -> tuple[Ints, Floats]:
-        """The best of rows at ascending places, in float64. `share`: maps the work on some rows."""
-        parts = list(share(self._exact_scores_at, _split(places, _EXACT_ROWS)))
-        scores = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
-        order = np.argsort(-scores)
-        ordered = scores[order]
-        if (ordered[1:] == ordered[:-1]).any():
-            ids = [row["id"] for row in self._pool.rows_at(places, ("id",))]
-            order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
-        best = order[: self.top_k]
-        return places[best], scores[best]
-
-    def _exact_scores_at(self, places: Ints) -> Floats:
-        return exact_scores(self._pool.layer_at(places, "vectors"), self.vectors_MD, self.scale)
+    def best(self) -> _Rows:
+        """The top k, best first; ties by id."""
+        return _best(self._pool, np.sort(self._places), self.vectors_MD, self.task)
 
     def _scores_at(self, places: Ints) -> Floats:
         return self.scorer.scores(self._pool.layer_at(places, "vectors"))[0]
@@ -300,8 +294,8 @@ class _TopK:
         if len(self._places):
             places = np.concatenate([self._places, places])
             scores = np.concatenate([self._scores, scores])
-        if len(scores) >= self.top_k:
-            kth_score, error = _kth(scores, self.top_k, self.scorer.errors[0])
+        if len(scores) >= self.task.top_k:
+            kth_score, error = _kth(scores, self.task.top_k, self.scorer.errors[0])
             reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
             self.reach = max(self.reach, reach)
             is_near = ~(scores < kth_score - 2 * error)
@@ -315,17 +309,41 @@ def _kth(scores: Floats, top_k: int, error: float) -> tuple[float, float]:
     return kth_score, error + (abs(kth_score) * 2.0**-22 if math.isfinite(kth_score) else 0.0)
 
 
-def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
-    """Offers all rows of the pool to some contexts."""
-    for top in tops:  # a prefilter may have found rows, which the pool has again
-        top.restart()
-    contexts = [top.vectors_MD for top in tops]
+def _best(pool: Pool, places: Ints, vectors_MD: Floats, task: _Task) -> _Rows:
+    """The top k of rows at ascending places, in float64, best first; ties by id."""
+
+    def exact_scores_at(part: Ints) -> Floats:
+        return exact_scores(pool.layer_at(part, "vectors"), vectors_MD, task.scale)
+
+    # One vector's products take no thread of torch.
+    share: Callable[..., Any] = map if len(vectors_MD) == 1 else in_parallel
+    scores = _joined(list(share(exact_scores_at, _split(places, _EXACT_ROWS))))
+    order = np.argsort(-scores)
+    if len(set(scores.tolist())) < len(scores):
+        ids = [row["id"] for row in pool.rows_at(places, ("id",))]
+        order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
+    best = order[: task.top_k]
+    return places[best], scores[best]
+
+
+def _scan_pool(
+    pool: Pool,
+    contexts: Sequence[Floats],
+    task: _Task,
+    method: Method,
+    reaches: Sequence[np.float32],
+) -> list[_Rows]:
+    """The top k of the whole pool for some contexts. `reaches`: what is known to be too low for each."""
     forms = FORMS.get(method, _ALL)
     form = forms[0] if len(forms) == 1 else fastest_form(pool, contexts, forms)
     began = time.perf_counter()
     if form == "scores":
-        _score_pool(pool, tops)
+        best = _score_pool(pool, contexts, task)
     else:
+        tops = [
+            _TopK(pool, context, task, reach)
+            for context, reach in zip(contexts, reaches, strict=True)
+        ]
         columns = columns_of(pool, contexts, form)
         for section_start, rows, blocks in _sections(pool, form):
             bounds_QN = np.empty((len(tops), rows), np.float32)
@@ -333,33 +351,34 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
             in_parallel(work, blocks)
             for top, bounds_N in zip(tops, bounds_QN, strict=True):
                 top.take_section(section_start, bounds_N)
-    if len(forms) > 1 and tops[0].among is None and tops[0].top_k <= len(pool):
+        best = [top.best() for top in tops]
+    if len(forms) > 1 and task.among is None and task.top_k <= len(pool):
         learn(pool, contexts, form, time.perf_counter() - began)
-    for top in tops:
-        top.certified = True
+    return best
 
 
-def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
-    """Answers by the scores of all rows."""
-    together = scorer([top.vectors_MD for top in tops], tops[0].scale, pool.longest)
-    most = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _MOST_SCORED)
+def _score_pool(pool: Pool, contexts: Sequence[Floats], task: _Task) -> list[_Rows]:
+    """As `_scan_pool`, by the scores of all rows in float32. Those near the k-th are scored in float64.
+
+    So a small pool takes one product, as in plain torch, and some 20 calls of numpy, which after a rest of
+    10 ms take several times their usual 1 µs each, because the caches are cold.
+    """
+    scored = scorer(contexts, task.scale, pool.longest)
+    most = min(max(_SCORED_PRODUCTS // len(scored.vectors), _LEAST_SCORED), _MOST_SCORED)
     blocks = list(_blocks(pool.multiplied_layers, most))
-    if not blocks:
-        return
-    # All cores multiply a single block together. To take a core for each step would take longer.
-    share: Callable[..., Any] = map if len(blocks) == 1 else in_parallel
-    parts = list(share(together.scores, blocks))
-    for top, part_scores, error in zip(
-        tops, zip(*parts, strict=True), together.errors, strict=True
-    ):
-        scores = part_scores[0] if len(parts) == 1 else np.concatenate(part_scores)
-        places = None if top.among is None else np.flatnonzero(top.among)
-        scores = scores if places is None else scores[places]
-        near = np.arange(len(scores))
-        if len(scores) > top.top_k:
-            kth_score, error = _kth(scores, top.top_k, error)
-            near = np.flatnonzero(~(scores < kth_score - 2 * error))
-        top.answer = top.best_of(near if places is None else places[near], share)
+    # A single block is not handed over: all cores multiply it together, or one core by one vector.
+    parts = [scored.scores(blocks[0])] if len(blocks) == 1 else in_parallel(scored.scores, blocks)
+    allowed = None if task.among is None else np.flatnonzero(task.among)
+    best = []
+    for number, context in enumerate(contexts):
+        scores = _joined([part[number] for part in parts])
+        scores = scores if allowed is None else scores[allowed]
+        kth_score, error = -math.inf, 0.0
+        if len(scores) > task.top_k:
+            kth_score, error = _kth(scores, task.top_k, scored.errors[number])
+        near = np.flatnonzero(~(scores < kth_score - 2 * error))
+        best.append(_best(pool, near if allowed is None else allowed[near], context, task))
+    return best
 
 
 def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
@@ -414,6 +433,10 @@ def _open_rows(reach: np.float32, bounds_N: Floats) -> Ints:
         return np.flatnonzero(~(bounds < max(reach, lowest))) + start
 
     return np.concatenate([np.empty(0, np.int64), *in_parallel(open_rows, starts)])
+
+
+def _joined(parts: Sequence[Floats]) -> Floats:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
 
 
 def _split(places: Ints, rows: int) -> list[Ints]:

@@ -160,12 +160,13 @@ def test_thousands_of_rows_of_many_dimensions(monkeypatch, method, form, dtype, 
     check(pool, vectors, mask, top_rows(pool, vectors, 10, method=method), 10)
 
 
+@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_whose_numbers_leave_float32_are_found_by_their_scores(method):
+def test_rows_whose_numbers_leave_float32_are_found_by_their_scores(method, m):
     rng = np.random.default_rng(6)
     rows = rng.normal(size=(50, 8)).astype(np.float32)
     rows[[7, 31]] *= np.float32(1e37)
-    vectors = np.full((1, 2, 8), 1e3, np.float32)  # a product goes beyond 3e38
+    vectors = np.full((1, m, 8), 1e3, np.float32)  # a product goes beyond 3e38
     best = [7, 31] if rows[7].sum() > rows[31].sum() else [31, 7]
     assert top_rows(pool_of(rows), vectors, 50, method=method).scores.shape == (1, 50)
     for n in (7, 31):
