@@ -115,7 +115,7 @@ def test_the_version_is_that_of_the_project(polyrank):
 
 
 def test_a_job_is_run(polyrank, tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\n")
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     arguments = ("--format", "pairs", "--input", f"{tmp_path}/a.csv", "--output", f"{tmp_path}/out")
     code, _, error = polyrank("prepare_corpus", *arguments)
     assert code == 2
