@@ -1,9 +1,9 @@
 """Jobs on several nodes, with work that waits, and the whole path over an object store that answers late.
 
 The nodes are raylets on this machine, which has too few cores to show that computing scales. So the parser of
-a block of comments and the model of an actor wait beside what they do. The jobs are the real ones: what keeps
-a node idle is their order of tasks, Ray's scheduling, and the files. The store is moto's S3 server, a process
-on this machine.
+a block of comments, the tasks of cleaning and the model of an actor wait beside what they do. The jobs are
+the real ones: what keeps a node idle is their order of tasks, Ray's scheduling, and the files. The store is
+moto's S3 server, a process on this machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import shlex
 import shutil
 import time
@@ -38,6 +39,9 @@ _BLOCK_S = {"small": 5.0, "full": 10.0}
 _SHARDS = {"small": 16, "full": 48}
 _SHARD_S = {"small": 5.0, "full": 20.0}
 _ROWS_A_SHARD = 20
+_TABLES = {"small": 5, "full": 16}  # a shard of train, of valid and of test each
+_PAIRS_A_TABLE = 200
+_CLEANING_S = {"small": 1.0, "full": 2.0}  # of each task; six stages read each shard
 # Bytes of a node's object store. With 256 MiB Ray Data held one of two parsers back.
 _STORE = 1 << 30
 _COMMENTS = {"small": 32_000, "full": 96_000}
@@ -62,9 +66,22 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         corpus = f"{output}/corpus"
         run_here("prepare_corpus", "--format", "reddit", "--input", dumps, "--output", corpus)
 
-    waiting = _BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE
     hook = wait_in_parser(_BLOCK_S[size])
-    yield _speedup("reddit", prepare, hook, _PARSERS_A_NODE, waiting, work)
+    waits = _waits(_BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE)
+    yield _speedup("reddit", prepare, hook, _PARSERS_A_NODE, waits, work)
+
+    pairs, corpus = work / "pairs", work / "corpus"
+    for folder in (pairs, corpus):
+        shutil.rmtree(folder, ignore_errors=True)
+    _write_tables(pairs, _TABLES[size])
+    run_job("prepare_corpus", "--format", "pairs", "--input", pairs, "--output", corpus)
+
+    def clean(output: str) -> None:
+        run_here("clean_corpus", "--corpus", corpus, "--output", output)
+
+    hook = wait_in_task(_CLEANING_S[size])
+    waits = f"each task waits {_CLEANING_S[size]:g} s"
+    yield _speedup("clean", clean, hook, 1, waits, work)
     if not config.model:
         return
     candidates = work / "candidates.csv"
@@ -77,13 +94,30 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
                  "--pools", output, "--name", "candidates")  # fmt: skip
 
     hook = wait_in_model(_SHARD_S[size])
-    yield _speedup("embed", embed, hook, 1, _SHARDS[size] * _SHARD_S[size], work)
+    yield _speedup("embed", embed, hook, 1, _waits(_SHARDS[size] * _SHARD_S[size]), work)
+
+
+def _write_tables(folder: Path, count: int) -> None:
+    """Tables of pairs, of words drawn at random."""
+    folder.mkdir()
+    draw = random.Random(17)
+    for number in range(count):
+        lines = ["context,response"]
+        for _ in range(_PAIRS_A_TABLE):
+            sides = (" ".join(f"w{draw.randrange(10_000)}" for _ in range(12)) for _ in range(2))
+            lines.append(",".join(sides))
+        (folder / f"{number:02d}.csv").write_text("\n".join(lines))
+
+
+def _waits(seconds: float) -> str:
+    """`seconds`: of one node."""
+    return f"of which {seconds:.0f} s and {seconds / _NODES:.0f} s are waits"
 
 
 def _speedup(
-    name: str, job: Callable[[str], None], hook: Callable[[], None], cores: int, waiting: float, work: Path
+    name: str, job: Callable[[str], None], hook: Callable[[], None], cores: int, waits: str, work: Path
 ) -> BenchmarkRow:  # fmt: skip
-    """`hook`: runs in each of Ray's processes first. `cores`: of a node. `waiting`: seconds of one node."""
+    """`hook`: runs in each of Ray's processes first. `cores`: of a node. `waits`: for the note."""
     seconds = dict[int, float]()
     for nodes in (1, _NODES):
         output = work / f"{name}-{nodes}"
@@ -93,7 +127,6 @@ def _speedup(
             job(str(output))
             seconds[nodes] = time.perf_counter() - began
     one, four = seconds.values()
-    waits = f"of which {waiting:.0f} s and {waiting / _NODES:.0f} s are waits"
     nodes_are = f"Nodes of this machine, with {cores} logical cores each."
     note = f"{one:.0f} s on one node and {four:.0f} s on four, {waits}. {nodes_are}"
     row, unit = f"cluster.{name}.speedup_{_NODES}_nodes", "times as fast on 4 nodes"
@@ -133,6 +166,23 @@ def wait_in_parser(seconds: float) -> Callable[[], None]:
             return parse_block(*arguments)
 
         partition._parse_block = parse_late  # type: ignore[assignment]
+
+    return hook
+
+
+def wait_in_task(seconds: float) -> Callable[[], None]:
+    """What lets each task wait."""
+
+    def hook() -> None:
+        from pipeline.engine import attempts
+
+        run_task = attempts.run_task
+
+        def run_late(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return run_task(*arguments)
+
+        attempts.run_task = run_late  # type: ignore[assignment]
 
     return hook
 
