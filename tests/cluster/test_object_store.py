@@ -41,8 +41,6 @@ from serve.engine import Engine
 from tests.helpers import free_port
 
 ON_S3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
-_OTHERS = [pytest.param(kind, marks=pytest.mark.long) for kind in ("gs", "az")]
-SLOW_ON_OTHERS = pytest.mark.parametrize("store", ["s3", *_OTHERS], indirect=True)
 
 
 @pytest.fixture
@@ -288,7 +286,7 @@ def test_a_folder_is_copied_there_and_back_as_ray_train_copies_checkpoints(bucke
     assert not storage.exists(f"{bucket}/checkpoint")
 
 
-@SLOW_ON_OTHERS
+@pytest.mark.long
 def test_a_folder_of_many_files_is_found_by_one_page_of_them(store, bucket):
     with ThreadPoolExecutor(16) as pool:  # a page has 1,000
         list(pool.map(lambda n: storage.write_bytes(f"{bucket}/many/{n}", b"1"), range(1_001)))
@@ -483,7 +481,11 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
 
 
 @pytest.mark.slow
-@SLOW_ON_OTHERS
+@pytest.mark.parametrize(
+    "store",
+    ["s3", pytest.param("gs", marks=pytest.mark.long), pytest.param("az", marks=pytest.mark.long)],
+    indirect=True,
+)
 def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_is_at_its_worst(
     store, bucket, cache, run_job_here, tiny_ranker, convai2_corpus, tmp_path
 ):

@@ -68,9 +68,9 @@ class LoadResult:
 def poisson(
     url: str, bodies: Sequence[bytes], per_s: float, seconds: float, headers: Headers = _NO_HEADERS
 ) -> LoadResult:
-    """Requests at random moments, at this mean rate."""
+    """Requests at random moments, at this mean rate; one at least."""
     rng = np.random.default_rng(0)
-    due = np.sort(rng.uniform(0, seconds, rng.poisson(per_s * seconds))).tolist()
+    due = np.sort(rng.uniform(0, seconds, max(1, rng.poisson(per_s * seconds)))).tolist()
 
     async def send(ask: Ask) -> None:
         began = time.perf_counter()
