@@ -11,7 +11,7 @@ stage. Queues take turns, by start-time fair queueing (Goyal, Vin and Cheng, 199
 the seconds that each row is expected to take, which count `_BULK` times for bulk, and the queue with the
 least finish is next. One that had no rows begins where the others are. So neither a short deadline, nor many
 requests, nor large ones move a sender before the others. Beside a dominant sender (`demand.py`) batches are
-short, the rows of the others are computed without its rows, and their next stage is waited for.
+short, and the rows of the others are computed without its rows.
 
 Admission: a request is refused if it would wait for too many seconds of work, or could not end in time after
 that wait. Only admitted work that comes before it counts as waiting. A list of requests is one request, which
@@ -497,13 +497,8 @@ class Batcher:
         except Exception as error:
             _deliver(call.future.get_loop(), [call], error)
         else:
-            now, (request, future, computed) = (
-                time.monotonic(),
-                (call.request, call.future, call.computed),
-            )
-            self._hand_in(
-                _Call(stage, rows, costs, request, future, now, then=then, computed=computed)
-            )
+            kept = call.request, call.future, time.monotonic()
+            self._hand_in(_Call(stage, rows, costs, *kept, then=then, computed=call.computed))
         return True
 
     def _compute_apart(self, batch: _Batch, error: Exception) -> None:
