@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,7 +67,7 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
         corpus = f"{output}/corpus"
         run_here("prepare_corpus", "--format", "reddit", "--input", dumps, "--output", corpus)
 
-    hook = wait_in_parser(_BLOCK_S[size])
+    hook = wait_before("pipeline.corpora.reddit.partition", "_parse_block", _BLOCK_S[size])
     waits = _waits(_BLOCKS[size] * _BLOCK_S[size] / _PARSERS_A_NODE)
     yield _speedup("reddit", prepare, hook, _PARSERS_A_NODE, waits, work)
 
@@ -79,7 +80,7 @@ def measure(config: Config, work: Path) -> Iterator[BenchmarkRow]:
     def clean(output: str) -> None:
         run_here("clean_corpus", "--corpus", corpus, "--output", output)
 
-    hook = wait_in_task(_CLEANING_S[size])
+    hook = wait_before("pipeline.engine.attempts", "run_task", _CLEANING_S[size])
     waits = f"each task waits {_CLEANING_S[size]:g} s"
     yield _speedup("clean", clean, hook, 1, waits, work)
     if not config.model:
@@ -153,36 +154,18 @@ def _nodes(count: int, cores: int, hook: Callable[[], None]) -> Iterator[None]:
         nodes.shutdown()
 
 
-def wait_in_parser(seconds: float) -> Callable[[], None]:
-    """What lets each parser of a block wait. A function, because Ray takes no `functools.partial`."""
+def wait_before(module: str, function: str, seconds: float) -> Callable[[], None]:
+    """What lets a function of a module wait. A function, because Ray takes no `functools.partial`."""
 
     def hook() -> None:
-        from pipeline.corpora.reddit import partition
+        place = import_module(module)
+        do = getattr(place, function)
 
-        parse_block = partition._parse_block
-
-        def parse_late(*arguments: Any) -> Any:
+        def do_late(*arguments: Any) -> Any:
             time.sleep(seconds)
-            return parse_block(*arguments)
+            return do(*arguments)
 
-        partition._parse_block = parse_late  # type: ignore[assignment]
-
-    return hook
-
-
-def wait_in_task(seconds: float) -> Callable[[], None]:
-    """What lets each task wait."""
-
-    def hook() -> None:
-        from pipeline.engine import attempts
-
-        run_task = attempts.run_task
-
-        def run_late(*arguments: Any) -> Any:
-            time.sleep(seconds)
-            return run_task(*arguments)
-
-        attempts.run_task = run_late  # type: ignore[assignment]
+        setattr(place, function, do_late)
 
     return hook
 
